@@ -1,0 +1,103 @@
+"""The `fsdp-compile` command. A new subcommand is a function here under `@main.command()`; its work lives elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="fsdp-compile")
+def main() -> None:
+    """Fully sharded training as a compiler pass: torch.compile(model, backend="fsdp")."""
+
+
+def _size(name: str, default: int, help: str):
+    return click.option(f"--{name}", type=click.IntRange(min=1), default=default, help=help)
+
+
+@main.command()
+@click.option("--modes", default="single,single_compile,ddp,fsdp2,fsdp2_compile,fsdp", help="What to compare.")
+@_size("nproc", 2, "Ranks to start on this machine.")
+@_size("steps", 4, "Timed steps in each visit of a mode.")
+@_size("rounds", 3, "Visits of each mode, interleaved with the others.")
+@_size("warmup", 3, "Untimed steps of each mode at first; the first of them compiles.")
+@_size("layers", 4, "Blocks of the decoder.")
+@_size("dim", 256, "Width of the decoder.")
+@_size("heads", 4, "Attention heads.")
+@_size("ffn", 688, "Inner width of the feed-forward layers.")
+@_size("vocab", 512, "Vocabulary.")
+@_size("seq", 128, "Tokens of a sequence.")
+@_size("batch", 4, "Sequences in a rank's batch.")
+@click.option("--model", metavar="FILE.py:FUNCTION", help="Factory of another model, called with the sizes by keyword.")
+@click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"prefetch": 2}'.""")
+@click.option("--lowering", type=click.Choice(["inductor", "fx"]), help="How the fsdp backend runs its graphs.")
+@click.option("--bf16", is_flag=True, help="Compute in bfloat16 (single and ddp: autocast), reduce in float32.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="gloo on cpu, nccl on cuda.")
+@click.option("--threads", type=int, default=None, help="Threads of each rank.  [default: cores / nproc]")
+@click.option("--timeout", type=float, default=300.0, help="Seconds until a collective gives up.")
+@click.option("--check-steps", type=int, default=6, help="Steps whose loss is compared with one process; 0: none.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample here.")
+def bench(
+    modes: str,
+    options: str | None,
+    device: str,
+    threads: int | None,
+    nproc: int,
+    steps: int,
+    rounds: int,
+    warmup: int,
+    model: str | None,
+    lowering: str | None,
+    bf16: bool,
+    timeout: float,
+    check_steps: int,
+    json_file: Path | None,
+    **sizes: int,
+) -> None:
+    """Train one model in several ways and compare time, memory, traffic and losses.
+
+    All modes run in the same processes and are timed in turn, so that they see the same machine.
+    """
+    import torch
+    from rich.console import Console
+
+    from . import bench as measuring
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        config = measuring.BenchConfig(
+            modes=measuring.parse_modes(modes),
+            nproc=nproc,
+            steps=steps,
+            rounds=rounds,
+            warmup=warmup,
+            sizes=measuring.Sizes(**sizes),
+            model=model,
+            options=measuring.parse_options(options),
+            lowering=lowering,
+            bf16=bf16,
+            device=device,
+            threads=threads if threads is not None else max(1, (os.cpu_count() or 1) // nproc),
+            timeout=timeout,
+            check_steps=check_steps,
+        )
+        report = measuring.run(config)
+    except measuring.BenchError as error:
+        raise click.ClickException(str(error)) from error
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)  # a file or a log has no width of its own
+    measuring.show(report, console)
+    if json_file:
+        measuring.write_json(report, json_file)
+        console.print(f"every sample: {json_file}", soft_wrap=True)
+    if report["errors"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
