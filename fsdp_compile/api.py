@@ -1,0 +1,257 @@
+"""`fully_shard`: shard a whole model, in place, before or after its optimizer is built."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.runtime.agree import agree
+from fsdp_compile.runtime.layout import make_layout
+from fsdp_compile.runtime.mesh import group_name, resolve_mesh
+from fsdp_compile.runtime.optimizers import repoint
+from fsdp_compile.runtime.sharding import FSDPState, fill, install, local_rows, make_flat, new_parameter, slot_view, state_of
+from fsdp_compile.spec import ParamSpec, decode
+
+log = logging.getLogger("fsdp_compile")
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | torch.dtype | None = None,
+    reshard_after_forward: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    reduce_op: str = "avg",
+    sync_module_states: bool = True,
+    timeout_s: float = 600.0,
+    shard_placement_fn: Any = None,
+    offload_policy: Any = None,
+) -> nn.Module:
+    """Shard every parameter of ``module`` over ``mesh`` and return the module (changed in place).
+
+    Same arguments as torch's ``torch.distributed.fsdp.fully_shard``, but called once, on the whole model. Parameters become
+    DTensors ``Shard(0)`` (scalars: ``Replicate``); FQNs, ties and Python attributes stay; optimizers built earlier are re-pointed.
+
+    mesh: one-dimensional; None: all ranks. mp_policy: as torch's, or just the compute dtype. reshard_after_forward: None or True
+    frees gathered weights after forward, False keeps them for backward. ignored_params: left as they are, neither sharded
+    nor reduced. reduce_op: "avg" (over ranks) or "sum". sync_module_states: start from rank 0's parameters and buffers;
+    False: each rank's own. timeout_s: seconds to wait for the other ranks while comparing models.
+
+    Raises ValueError for a model without parameters, one that is sharded already, or a mesh that does not fit; TypeError for a
+    parameter that cannot be sharded (integers, tensor subclasses), by name; RankMismatch if ranks hold different models."""
+    if shard_placement_fn is not None:
+        raise NotImplementedError("shard_placement_fn: parameters are always sharded on dimension 0")
+    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
+        raise NotImplementedError(f"offload_policy {type(offload_policy).__name__}: shards stay on the device")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError(f"reshard_after_forward={reshard_after_forward!r}: only True, False or None")
+    policy = MixedPrecisionPolicy(param_dtype=mp_policy) if isinstance(mp_policy, torch.dtype) else mp_policy or MixedPrecisionPolicy()
+    owners = _owners(module, {id(p) for p in ignored_params or ()})
+    mesh = resolve_mesh(mesh, _device_type(owners))
+    keep = reshard_after_forward is False
+    specs = {i: _spec(names[0][2], p, mesh, policy, reduce_op, keep) for i, (p, names) in owners.items()}
+    group = mesh.get_group()
+    agree(group, "model", [*(s.encode() + f" trainable={owners[i][0].requires_grad}" for i, s in specs.items()), *_buffer_lines(module)], timeout_s)
+    if sync_module_states:
+        _warn_if_seeds_differ(mesh, owners, timeout_s)
+    new_of, nbytes, padding = _build(owners, specs, mesh, sync_module_states)
+    if sync_module_states and mesh.size() > 1:
+        _broadcast_buffers(module, mesh)
+    state = FSDPState(mesh, frozenset(id(p) for p in ignored_params or ()), _module_classes(module), nbytes, padding)
+    names_of: dict[nn.Module, list[str]] = {}
+    for i, (_, places) in owners.items():
+        for m, name, _fqn in places:
+            m._parameters[name] = new_of[i]
+            names_of.setdefault(m, []).append(name)
+    for m in module.modules():
+        install(m, tuple(names_of.get(m, ())), state)
+    repoint(new_of, lambda t, new: _shard_like(t, new, mesh))
+    for i, (p, _) in owners.items():
+        _carry_over(p, new_of[i], mesh)
+    _add_casts(module, policy)
+    return module
+
+
+_Places = list[tuple[nn.Module, str, str]]
+
+
+def _owners(root: nn.Module, ignored: set[int]) -> dict[int, tuple[nn.Parameter, _Places]]:
+    """``id(parameter)`` → the parameter and every (module, name, FQN) that holds it. Checks each parameter."""
+    out: dict[int, tuple[nn.Parameter, _Places]] = {}
+    for prefix, m in root.named_modules():
+        if state_of(m) is not None:
+            raise ValueError(
+                f"module {prefix or '(root)'!r} of {type(root).__name__} is sharded already: call fully_shard once, on the whole model"
+            )
+        for name, p in m._parameters.items():
+            if p is None or id(p) in ignored:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            _check(fqn, p)
+            out.setdefault(id(p), (p, []))[1].append((m, name, fqn))
+    if not out:
+        raise ValueError(f"{type(root).__name__} has no parameters: there is nothing to shard")
+    for _, m in root.named_modules():
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight.requires_grad and id(m.weight) in out:
+            fqn = out[id(m.weight)][1][0][2]
+            raise TypeError(f"parameter {fqn!r} would get sparse gradients, which cannot be reduced into shards: use sparse=False")
+    return out
+
+
+def _check(fqn: str, p: nn.Parameter) -> None:
+    if isinstance(p, DTensor):
+        raise TypeError(f"parameter {fqn!r} is a DTensor already ({p.placements} on {p.device_mesh}); composition is not supported")
+    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+        raise TypeError(f"parameter {fqn!r} is lazy: run one forward on example inputs before sharding")
+    if type(p.data) not in (Tensor, nn.Parameter):
+        raise TypeError(f"parameter {fqn!r} is a {type(p.data).__name__}, a tensor subclass that cannot be sharded; name it in ignored_params")
+    if not (p.is_floating_point() or p.is_complex()) or p.is_quantized:
+        raise TypeError(f"parameter {fqn!r} has dtype {p.dtype}, which cannot be sharded; name it in ignored_params")
+    if p.layout != torch.strided:
+        raise TypeError(f"parameter {fqn!r} has layout {p.layout}; only dense parameters can be sharded")
+
+
+def _device_type(owners: dict[int, tuple[nn.Parameter, _Places]]) -> str | None:
+    types = {p.device.type for p, _ in owners.values()} - {"meta"}
+    if len(types) > 1:
+        raise ValueError(f"parameters are on several device types: {sorted(types)}; move the model to one before sharding")
+    return next(iter(types), None)
+
+
+def _spec(fqn: str, p: nn.Parameter, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reduce_op: str, keep: bool) -> ParamSpec:
+    compute = policy.param_dtype or p.dtype
+    reduce = policy.reduce_dtype or compute
+    if p.is_complex():
+        compute = p.dtype
+        reduce = torch.float64 if p.dtype == torch.complex128 else torch.float32
+    return ParamSpec(
+        fqn=fqn,
+        shape=tuple(p.shape),
+        dtype=p.dtype,
+        compute_dtype=compute,
+        reduce_dtype=reduce,
+        group=group_name(mesh),
+        world=mesh.size(),
+        reduce_op=reduce_op,
+        kind="shard" if p.dim() else "replicate",
+        reshard=not keep,
+    )
+
+
+def _build(
+    owners: dict[int, tuple[nn.Parameter, _Places]], specs: dict[int, ParamSpec], mesh: DeviceMesh, sync: bool
+) -> tuple[dict[int, nn.Parameter], int, int]:
+    """New parameters by old id; bytes of all flat buffers; bytes of padding. One buffer for each (dtype, trainable, device)."""
+    order: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    for i, (p, _) in owners.items():
+        order.setdefault((p.dtype, p.requires_grad, p.is_meta), []).append(i)
+    new_of: dict[int, nn.Parameter] = {}
+    nbytes = padding = 0
+    for (_, trainable, meta), ids in order.items():
+        layout = make_layout([specs[i] for i in ids])
+        device = torch.device("meta") if meta else _device(mesh)
+        flat = make_flat(layout, device)
+        nbytes += layout.nbytes
+        padding += layout.padding_bytes
+        for i, slot in zip(ids, layout.slots):
+            shard = slot_view(flat, slot.offset, slot.spec.shard_numel)
+            fill(shard, owners[i][0].data, slot.spec, mesh, sync)
+            new_of[i] = new_parameter(shard, slot.spec, mesh, trainable)
+    return new_of, nbytes, padding
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+@torch.no_grad()
+def _shard_like(full: Tensor, p: nn.Parameter, mesh: DeviceMesh) -> Tensor:
+    """A whole tensor of ``p``'s shape → a DTensor sharded like ``p`` (this rank's own values)."""
+    spec = decode(p._fsdp_spec)  # type: ignore[attr-defined]
+    rank = mesh.get_local_rank()
+    local = local_rows(full, spec, rank)[: spec.local_numel(rank)].view(spec.local_shape(rank)).clone()
+    assert isinstance(p, DTensor)
+    return DTensor.from_local(local, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _carry_over(old: nn.Parameter, new: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Attributes, hooks and gradient of the old parameter go to the new one; the old one gives up its storage."""
+    for k, v in old.__dict__.items():
+        if not k.startswith("_dynamo"):
+            new.__dict__.setdefault(k, v)
+    for fn in (old._backward_hooks or {}).values():
+        new.register_hook(fn)
+    for fn in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(fn)
+    if old.grad is not None:
+        new.grad = _shard_like(old.grad, new, mesh)
+        old.grad = None
+    old.data = old.data.new_empty(0)
+
+
+def _buffer_lines(module: nn.Module) -> list[str]:
+    return [f"buffer {n} {b.dtype} {tuple(b.shape)}" for n, b in module.named_buffers()]
+
+
+@torch.no_grad()
+def _broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    device = _device(mesh)
+    for b in module.buffers():
+        if not b.is_meta and b.numel() and type(b) is Tensor:
+            wire = b.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(wire, src=dist.get_global_rank(group, 0), group=group)
+            b.copy_(wire.view(b.dtype).view(b.shape))
+
+
+def _warn_if_seeds_differ(mesh: DeviceMesh, owners: dict[int, tuple[nn.Parameter, _Places]], timeout_s: float) -> None:
+    """Say once, on rank 0, if ranks built their models with different values: rank 0's are used."""
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if size == 1 or all(p.is_meta for p, _ in owners.values()):
+        return
+    sums = [float(torch.view_as_real(p.detach()).sum(dtype=torch.float64) if p.is_complex() else p.detach().sum(dtype=torch.float64))
+            for p, _ in owners.values() if not p.is_meta]
+    mine = hashlib.sha256(repr(sums).encode()).hexdigest()
+    both = [mine] * size
+    group = mesh.get_group()
+    dist.all_gather_object(both, mine, group=group)
+    odd = [r for r in range(size) if both[r] != both[0]]
+    if odd and rank == 0:
+        log.warning("ranks %s built the model with other initial values than rank 0; rank 0's are used (sync_module_states)", odd)
+
+
+def _module_classes(root: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameter FQN → ``"fqn:ClassName"`` of each module around it, outermost first (module-based bucketing reads it)."""
+    out = {}
+    named = dict(root.named_modules(remove_duplicate=False))
+    for prefix, m in root.named_modules():
+        parts = prefix.split(".") if prefix else []
+        path = tuple(f"{p}:{type(named[p]).__name__.removeprefix('FSDP')}" for p in (".".join(parts[:k]) for k in range(len(parts) + 1)) if p in named)
+        for name in m._parameters:
+            out[f"{prefix}.{name}" if prefix else name] = path
+    return out
+
+
+def _add_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """As in FSDP2: floating-point inputs of the root to ``param_dtype``, outputs to ``output_dtype``."""
+    from torch.utils import _pytree as pytree
+
+    def cast(dtype: torch.dtype, tree: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        module.register_forward_pre_hook(lambda m, a, k: (cast(policy.param_dtype, a), cast(policy.param_dtype, k)), with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(lambda m, a, out: cast(policy.output_dtype, out))

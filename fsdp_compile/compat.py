@@ -1,0 +1,228 @@
+"""Every private torch API that this project touches, in one place.
+
+Checked on torch 2.13.0. Versions in SUPPORTED use the same names as far as read; others are refused when the backend is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+# transform(graph_module, is_backward) rewrites a graph in place and returns a wrapper for the function compiled from it.
+Transform = Callable[[torch.fx.GraphModule, bool], Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+CHECKED = ("2.13",)
+SUPPORTED = ("2.11", "2.12", "2.13", "2.14")
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Raise ImportError, naming what is supported, unless ``version`` is a torch this project knows."""
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise ImportError(
+            f"fsdp-compile supports torch {', '.join(SUPPORTED)} (checked on {', '.join(CHECKED)}); this is torch "
+            f"{version}. Install a supported one, for example: pip install 'torch==2.13.*'"
+        )
+
+
+# --- Dynamo ---------------------------------------------------------------------------------------------------------
+
+
+def in_dynamo_trace() -> bool:
+    """Whether Dynamo is converting a frame on this thread (so that a restart can be raised)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx() is not None
+    except AttributeError:
+        return False
+
+
+def restart_dynamo(reason: str) -> None:
+    """Make Dynamo trace the current frame anew. Always raises.
+
+    The speculation log is cleared because the second trace takes another course than the first. TensorifyScalarRestartAnalysis is
+    the one restart that Dynamo lets through from a backend (`output_graph.py`, `_call_user_compiler`).
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def placeholder_values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Any]:
+    """Placeholder of a Dynamo graph → the real value behind it (None where Dynamo did not keep one)."""
+    out: dict[torch.fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            arg = node.meta.get("grapharg")
+            example = None if arg is None or getattr(arg, "is_unspecialized", False) else arg.example
+            out[node] = example
+    return out
+
+
+def compiled_modules() -> Iterator[nn.Module]:
+    """Modules that somebody compiled: inner modules of live `torch.compile(module)` objects, and `module.compile()` ones."""
+    import gc
+
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    for obj in gc.get_objects():
+        with contextlib.suppress(ReferenceError):
+            if issubclass(type(obj), OptimizedModule):
+                yield obj._orig_mod
+            elif issubclass(type(obj), nn.Module) and getattr(obj, "_compiled_call_impl", None) is not None:
+                yield obj
+
+
+# --- Inductor and AOTAutograd -----------------------------------------------------------------------------------------
+
+
+def compile_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    transform: Transform,
+    joint_pass: Callable[[torch.fx.Graph], None],
+    joint_uuid: str,
+    config: dict[str, Any],
+    lower: bool = True,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph through AOTAutograd and Inductor.
+
+    ``transform(graph_module, is_backward)`` rewrites each forward, backward or inference graph in place before Inductor sees it, so
+    that the FX graph cache is keyed by the transformed graph. ``joint_pass`` runs on the joint graph before partitioning.
+    ``lower=False`` stops after ``transform`` and runs the graph as FX (for `explain`).
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class _JointPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            joint_pass(graph)
+
+        def uuid(self) -> str:
+            return joint_uuid
+
+    def inner(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        wrap = transform(graph_module, bool(kwargs.get("is_backward", False)))
+        if not lower:
+            return make_boxed(graph_module)
+        out = compile_fx_inner(graph_module, example_inputs, **kwargs)
+        if getattr(out, "current_callable", None) is not None:
+            out.current_callable = wrap(out.current_callable)  # type: ignore[union-attr]
+        return out
+
+    patches = {
+        # The final FX order is the schedule; the memory reorder would undo the prefetch exactly when weights are freed early.
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        "reorder_for_compute_comm_overlap": False,
+        **config,
+        "joint_custom_pre_pass": _JointPass(),
+    }
+    # AOTAutograd's own cache would skip `transform` and its key knows nothing of our options; Inductor's FX graph cache,
+    # keyed by the transformed graph, stays on.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type,return-value]
+
+
+def make_boxed(gm: torch.fx.GraphModule) -> Callable[..., Any]:
+    """``gm`` as AOTAutograd calls it: one list of arguments, emptied as they are taken, so that inputs can be freed early."""
+    gm.recompile()
+
+    def run(args: list[Any]) -> Any:
+        own = list(args)
+        args.clear()
+        return gm(*own)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def compile_fx_graphs(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    transform: Transform,
+    joint_pass: Callable[[torch.fx.Graph], None],
+) -> Callable[..., Any]:
+    """Like `compile_inductor`, but run the transformed graphs as they stand, with eager's own kernels and no decomposition."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        joint_pass(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+    def compiler(is_backward: bool) -> Callable[..., Any]:
+        def run(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
+            wrap = transform(graph_module, is_backward)
+            return wrap(make_boxed(graph_module))
+
+        return run
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_autograd(
+            fw_compiler=compiler(False),
+            bw_compiler=compiler(True),
+            inference_compiler=compiler(False),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, list(inputs))
+
+
+def set_recompute(node: torch.fx.Node, keep: bool, graph_id: int = 1 << 40) -> None:
+    """Tag a joint-graph node for the partitioner: recompute it in backward, or (``keep``) save it.
+
+    ``graph_id`` is larger than any activation-checkpoint region's, so that the partitioner never takes a weight for the output of
+    one region that feeds the next (`cleanup_recompute_tags`).
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = graph_id
+
+
+def eager_backward_compile() -> Any:
+    """Context: compile the backward graph together with the forward, not at the first backward call."""
+    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put ``text`` into torch's structured trace, where tlparse shows it."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+# --- DTensor ----------------------------------------------------------------------------------------------------------
+
+
+def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A DTensor of ``like``'s mesh, placements and global shape around ``local``, without DTensor.from_local's checks (hot path)."""
+    from torch.distributed.tensor import DTensor
+
+    spec = like._spec  # type: ignore[attr-defined]
+    if local.dtype != spec.tensor_meta.dtype:
+        spec = copy.copy(spec)
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+
+
+def outside_fake_mode() -> Any:
+    """Context: real tensors, whatever fake mode a tracer has active on this thread."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Whether ``module`` is the wrapper that ``torch.compile(module)`` returns."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return issubclass(type(module), OptimizedModule)

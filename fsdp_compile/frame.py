@@ -1,0 +1,177 @@
+"""One Dynamo frame: markers → AOTAutograd → passes → lowering → a callable that has been agreed between ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fsdp_compile import compat
+from fsdp_compile.options import Options
+from fsdp_compile.passes import markers
+from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
+from fsdp_compile.runtime.agree import agree, digest
+from fsdp_compile.spec import ParamSpec
+
+log = logging.getLogger("fsdp_compile")
+_JOINT_VERSION = "fsdp_compile.joint.1"
+
+
+@dataclass
+class Frame:
+    """A frame while it is compiled and run. ``observer(stage, graph, direction)`` sees every graph."""
+
+    index: int
+    options: Options
+    module_path: dict[str, tuple[str, ...]]
+    observe: Callable[[str, fx.Graph, str], None] = lambda stage, graph, direction: None
+    lower: bool = True
+    escaping: frozenset[str] = frozenset()
+    schedules: list[Scheduled] = field(default_factory=list)
+
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a Dynamo graph whose parameters are markers."""
+        self.observe("dynamo", gm.graph, "joint")
+        markers.dedupe(gm)
+        self.observe("dedupe", gm.graph, "joint")
+        plan = self.options.plan(self.module_path)
+
+        def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+            direction = "backward" if is_backward else "forward"
+            observer: Observer = lambda stage, g: self.observe(stage, g, direction)  # noqa: E731
+            done = run_passes(graph_module.graph, direction, plan, self._may_escape(graph_module, is_backward), observer)
+            graph_module.recompile()
+            self.schedules.append(done)
+            return lambda fn: _Guarded(self, done, fn).wrapped()
+
+        if self.options.lowering == "fx":
+            return compat.compile_fx_graphs(gm, inputs, transform, self._joint)
+        return compat.compile_inductor(gm, inputs, transform, self._joint, _JOINT_VERSION, dict(self.options.inductor), self.lower)
+
+    def _joint(self, graph: fx.Graph) -> None:
+        self.observe("joint", graph, "joint")
+        self.escaping = markers.escaping(graph)
+        keep = self.escaping
+        markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
+        self.observe("tagged", graph, "joint")
+
+    def _may_escape(self, gm: fx.GraphModule, is_backward: bool) -> frozenset[str]:
+        """Parameters whose whole value may leave the graph: returned by the program, or kept for backward by the user's wish."""
+        kept = {s.fqn for s in markers.marker_specs(gm) if not s.reshard}
+        if not is_backward and not self._trains(gm):
+            return markers.escaping(gm.graph) | kept
+        return self.escaping | kept
+
+    def _trains(self, gm: fx.GraphModule) -> bool:
+        return torch.is_grad_enabled()
+
+
+class _Guarded:
+    """Around a compiled graph: ranks agree on its collectives before the first run, and an error names the collective it struck."""
+
+    def __init__(self, frame: Frame, schedule: Scheduled, fn: Callable[..., Any]) -> None:
+        self.frame, self.schedule, self.fn = frame, schedule, fn
+        self.agreed = not schedule.collectives or not dist.is_initialized()
+
+    def wrapped(self) -> Callable[..., Any]:
+        fn = self.fn
+
+        def run(args: Any) -> Any:
+            if not self.agreed:
+                self._agree()
+            try:
+                return fn(args)
+            except RuntimeError as e:
+                raise self._explain(e) from e
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _agree(self) -> None:
+        lines: dict[str, list[str]] = {}
+        for c in self.schedule.collectives:
+            lines.setdefault(c.group, []).append(c.signature())
+        for name, text in lines.items():
+            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+            agree_once(group, self.schedule.direction, text, self.frame.options.timeout_s)
+        self.agreed = True
+
+    def _explain(self, e: RuntimeError) -> RuntimeError:
+        hit = _failed_collective(e, self.schedule)
+        if hit is None:
+            return e
+        return RuntimeError(f"{self.schedule.direction} graph {self.frame.index}: {hit} failed (a peer has died or hangs): {e}")
+
+
+def agree_once(group: dist.ProcessGroup, direction: str, lines: list[str], timeout_s: float) -> None:
+    """`agree`, unless this process has agreed on the same lines before: a recompile for another length changes no collective,
+    and the other ranks may not recompile at all."""
+    key = (direction, digest(lines))
+    known: set[tuple[str, str]] = group.__dict__.setdefault("_fsdp_agreed", set()) if hasattr(group, "__dict__") else set()
+    if key not in known:
+        agree(group, f"{direction} graph", lines, timeout_s)
+        known.add(key)
+
+
+def _failed_collective(e: BaseException, schedule: Scheduled) -> str | None:
+    """Which collective an exception came from, read off the line of generated code (or of an FX graph) that raised it."""
+    for frame in reversed(traceback.extract_tb(e.__traceback__)):
+        line = frame.line or ""
+        if "_c10d_functional" not in line:
+            continue
+        source = _source_above(frame)
+        if "wait_tensor" in line and (m := re.search(r"wait_tensor(?:\.default)?\((\w+)", line)):
+            launches = [s for s in source if "_c10d_functional" in s and "wait_tensor" not in s]
+            name = m[1]
+            for s in reversed(source):  # follow getitems back to the launch that delivers `name`
+                got = re.match(rf"\s*{name} = (\w+)\[\d+\]", s) or re.match(rf"\s*{name} = (\w+);", s)
+                if got:
+                    name = got[1]
+            nth = next((i for i, s in enumerate(launches) if re.match(rf"\s*{name} = ", s)), len(launches) - 1)
+        else:
+            nth = sum(1 for s in source if "_c10d_functional" in s and "wait_tensor" not in s) - 1
+        if 0 <= nth < len(schedule.collectives):
+            c = schedule.collectives[nth]
+            return f"{c.kind} of bucket {c.bucket} ({', '.join(c.params[:3])}{', …' if len(c.params) > 3 else ''})"
+    return None
+
+
+def _source_above(frame: traceback.FrameSummary) -> list[str]:
+    import linecache
+
+    lines = linecache.getlines(frame.filename)[: frame.lineno or 0]
+    start = max((i for i, s in enumerate(lines) if re.match(r"\s*def \w+\(", s)), default=0)
+    return lines[start:]
+
+
+def dump_to(folder: str, frame: int) -> Callable[[str, fx.Graph, str], None]:
+    """An observer that writes each stage's graph as text: ``folder/frame0_forward_3_schedule.txt``. Rank 0 only."""
+    counts: dict[str, int] = {}
+
+    def observe(stage: str, graph: fx.Graph, direction: str) -> None:
+        if dist.is_initialized() and dist.get_rank():
+            return
+        os.makedirs(folder, exist_ok=True)
+        n = counts[direction] = counts.get(direction, -1) + 1
+        with open(os.path.join(folder, f"frame{frame}_{direction}_{n}_{stage}.txt"), "w") as f:
+            f.write(graph_text(graph))
+
+    return observe
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """A graph as text: its Python code, the same on every rank."""
+    return graph.python_code("self").src
+
+
+def specs_of(gm: fx.GraphModule) -> list[ParamSpec]:
+    """Specs of the markers of a Dynamo graph."""
+    return markers.marker_specs(gm)

@@ -1,0 +1,60 @@
+"""The one-liner: a plain model compiled with ``backend="fsdp"`` shards itself at its first call."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import torch
+from torch import fx, nn
+
+from fsdp_compile import compat
+from fsdp_compile.api import fully_shard
+from fsdp_compile.options import Options
+from fsdp_compile.runtime.sharding import is_shard, state_of
+
+log = logging.getLogger("fsdp_compile")
+
+
+def plain_parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
+    """Parameters that a Dynamo graph takes as inputs and that no `fully_shard` has touched."""
+    return [v for v in compat.placeholder_values(gm).values() if isinstance(v, nn.Parameter) and not is_shard(v)]
+
+
+def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
+    """Shard the model that owns ``params`` in place. Returns False if they are parameters that a sharded model ignores on purpose.
+
+    Raises RuntimeError if no live module owns them."""
+    with torch.no_grad(), compat.outside_fake_mode():
+        wanted = {id(p) for p in params}
+        ignored = {id(p) for p in options.ignored_params or ()}
+        roots = _roots(wanted - ignored)
+        if not roots:
+            return False
+        done = False
+        for root in roots:
+            if any(state_of(m) is not None for m in root.modules()):
+                continue  # its remaining plain parameters are ignored ones
+            fully_shard(root, **options.shard_args())
+            done = True
+        return done
+
+
+def _roots(wanted: set[int]) -> list[nn.Module]:
+    """Topmost modules that own the wanted parameters: compiled ones if there are any, else any that nobody else contains."""
+    chosen: list[nn.Module] = []
+    left = set(wanted)
+    for candidates in (list(compat.compiled_modules()), None):
+        if not left:
+            break
+        if candidates is None:
+            candidates = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and not compat.is_optimized(m)]
+        owning = [m for m in candidates if left & {id(p) for p in m.parameters()}]
+        inner = {id(c) for m in owning for c in m.modules() if c is not m}
+        for m in owning:
+            if id(m) not in inner and all(m is not c for c in chosen):
+                mine = {id(p) for p in m.parameters()}
+                if mine & left:
+                    chosen.append(m)
+                    left -= mine
+    return chosen

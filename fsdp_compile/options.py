@@ -1,0 +1,101 @@
+"""Options of the backend: ``torch.compile(model, backend="fsdp", options={...})``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.passes.bucket import BucketPlan
+from fsdp_compile.passes.pipeline import Plan
+from fsdp_compile.passes.schedule import SchedulePlan
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options, validated.
+
+    For the one-liner's sharding (`fully_shard` takes the same): mesh, mp_policy, reshard_after_forward, ignored_params, reduce_op,
+    sync_module_states. For the schedule: bucket_bytes (most bytes of gathered weights in one collective), bucket_modules (class
+    names or FQN patterns; one bucket for each such module), min_num_params (FSDP1's size policy: a bucket closes once it
+    has this many parameters), prefetch (buckets ahead), limit_all_gathers (bytes of gathered weights alive), limit_reduce_scatters
+    (bytes of reductions in flight), collective ("coalesced" or "packed"). For the rest: lowering ("inductor" or "fx"), timeout_s
+    (seconds to wait for other ranks before a first step), dump_graphs (folder for the graphs of each stage), inductor (a dict of
+    torch._inductor.config values)."""
+
+    mesh: DeviceMesh | None = None
+    mp_policy: MixedPrecisionPolicy | torch.dtype | None = None
+    reshard_after_forward: bool | None = None
+    ignored_params: Iterable[nn.Parameter] | None = None
+    reduce_op: str = "avg"
+    sync_module_states: bool = True
+    bucket_bytes: int | None = None
+    bucket_modules: tuple[str, ...] = ()
+    min_num_params: int | None = None
+    prefetch: int = 1
+    limit_all_gathers: int | None = None
+    limit_reduce_scatters: int | None = None
+    collective: str = "coalesced"
+    lowering: str = "inductor"
+    timeout_s: float = 600.0
+    dump_graphs: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.lowering not in ("inductor", "fx"):
+            raise ValueError(f"option lowering must be 'inductor' or 'fx', got {self.lowering!r}")
+        if self.reduce_op not in ("avg", "sum"):
+            raise ValueError(f"option reduce_op must be 'avg' or 'sum', got {self.reduce_op!r}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"option timeout_s must be positive, got {self.timeout_s}")
+        if self.bucket_bytes is not None and self.min_num_params is not None:
+            raise ValueError("options bucket_bytes and min_num_params exclude each other")
+        object.__setattr__(self, "bucket_modules", (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules))
+        self.plan({})  # validates the schedule options
+
+    def bucket_limit(self) -> int:
+        """Most bytes of a bucket; ``min_num_params`` counts fp32 parameters."""
+        if self.min_num_params is not None:
+            return 4 * self.min_num_params
+        return DEFAULT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
+
+    def plan(self, module_path: Mapping[str, tuple[str, ...]]) -> Plan:
+        """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first."""
+        labels = {}
+        for fqn, path in module_path.items():
+            for where in reversed(path):
+                name, _, cls = where.rpartition(":")
+                if any(cls == pat or fnmatchcase(name, pat) for pat in self.bucket_modules):
+                    labels[fqn] = name
+                    break
+        return Plan(
+            BucketPlan(self.bucket_limit(), labels, self.collective, self.limit_all_gathers),
+            SchedulePlan(self.prefetch, self.limit_all_gathers, self.limit_reduce_scatters),
+        )
+
+    def shard_args(self) -> dict[str, Any]:
+        """The arguments for `fully_shard`."""
+        names = ("mesh", "mp_policy", "reshard_after_forward", "ignored_params", "reduce_op", "sync_module_states", "timeout_s")
+        return {n: getattr(self, n) for n in names}
+
+
+def parse(options: Mapping[str, Any] | Options | None) -> Options:
+    """A dict of options → `Options`. Raises ValueError for an unknown name (with the valid ones) or a bad value."""
+    if isinstance(options, Options):
+        return options
+    valid = [f.name for f in fields(Options)]
+    for name in options or {}:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown option {name!r}{hint} Valid options: {', '.join(valid)}")
+    return Options(**(options or {}))

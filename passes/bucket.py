@@ -1,0 +1,252 @@
+"""bucket: merge neighbouring collectives of one kind, group, dtype and reduce operation into one.
+
+Two lowerings of a bucket::
+
+    packed      x = cat(s1, s2); g = all_gather(x); copy each parameter out of the ranks' interleaved parts
+    coalesced   g1, g2 = all_gather_coalesced([s1, s2])     one launch, each parameter lands contiguous, no copies
+
+The order is the graph's own (execution order), so a bucket's parameters are used one after the other.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from .graph_ops import FREE, aten, c10d, emit, first_use, output_of, positions
+from .roles import KEY, Role, nodes_of, role_of
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """How to merge.
+
+    ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging). ``label_of``: FQN → label; parameters of
+    different labels never share a bucket (module-based bucketing), and those of one label share it whatever their size.
+    ``mode``: "coalesced" or "packed". ``limit``: no gather bucket above this many bytes (None: no limit).
+    """
+
+    bucket_bytes: int = 25 << 20
+    label_of: dict[str, str] = field(default_factory=dict)
+    mode: str = "coalesced"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes must not be negative, got {self.bucket_bytes}")
+        if self.mode not in ("coalesced", "packed"):
+            raise ValueError(f"collective must be 'coalesced' or 'packed', got {self.mode!r}")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"limit_all_gathers must be positive, got {self.limit}")
+
+
+@dataclass(frozen=True)
+class _Member:
+    launch: fx.Node
+    wait: fx.Node
+    role: Role
+
+
+def bucket(graph: fx.Graph, plan: BucketPlan) -> int:
+    """Merge collectives in place; returns how many buckets are left. Raises ValueError if one parameter exceeds ``plan.limit``."""
+    for launch, role in nodes_of(graph, "gather"):
+        if plan.limit is not None and role.nbytes > plan.limit:
+            raise ValueError(
+                f"limit_all_gathers={plan.limit} is smaller than parameter {role.params[0]!r} alone, which takes "
+                f"{role.nbytes} bytes when gathered: raise the limit to at least {role.nbytes}"
+            )
+        assert launch.args
+    count = 0
+    for kind, prefix, merge in (("gather", "ag", _merge_gathers), ("reduce", "rs", _merge_reduces)):
+        for i, group in enumerate(_groups(graph, kind, plan), 1):
+            merge(graph, group, f"{prefix}{i}", plan.mode)
+            count += 1
+    return count
+
+
+def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]:
+    cap = plan.bucket_bytes
+    if kind == "gather" and plan.limit is not None:
+        cap = min(cap, plan.limit)
+    groups: list[list[_Member]] = []
+    last_key, size = None, 0
+    for launch, role in _in_use_order(graph, kind):
+        (wait,) = (u for u in launch.users if role_of(u))
+        label = plan.label_of.get(role.params[0])
+        # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
+        key: tuple[Any, ...] = (launch.args[1:], launch.args[0].meta["val"].dtype, label)
+        limit = plan.limit if label is not None and kind == "gather" else None
+        fits = (size + role.nbytes <= cap) if label is None else (limit is None or size + role.nbytes <= limit)
+        if key == last_key and fits and _only_leaves(wait, kind):
+            groups[-1].append(_Member(launch, wait, role))
+            size += role.nbytes
+        else:
+            groups.append([_Member(launch, wait, role)])
+            size = role.nbytes
+        last_key = key if _only_leaves(wait, kind) else None
+    return groups
+
+
+def _in_use_order(graph: fx.Graph, kind: str) -> list[tuple[fx.Node, Role]]:
+    """Gathers in the order in which their parameters are first used, reductions in the order in which gradients appear."""
+    found = nodes_of(graph, kind)
+    if kind == "gather":
+        at = positions(graph)
+        found.sort(key=lambda x: first_use(x[0], at))
+    return found
+
+
+def _only_leaves(wait: fx.Node, kind: str) -> bool:
+    """A reduction whose result the graph itself goes on using (gradients summed in the graph) stays in a bucket of its own."""
+    if kind == "gather":
+        return True
+    out = output_of(wait.graph)
+    todo = [wait]
+    while todo:
+        for u in todo.pop().users:
+            if u is not out and role_of(u) is None:
+                return False
+            if u is not out:
+                todo.append(u)
+    return True
+
+
+def _merged_role(group: list[_Member], name: str) -> Role:
+    first = group[0].role
+    return replace(first, bucket=name, params=tuple(p for m in group for p in m.role.params), nbytes=sum(m.role.nbytes for m in group))
+
+
+def _relabel(graph: fx.Graph, old: set[str], role: Role, kinds: tuple[str, ...]) -> None:
+    """Give the members' remaining nodes (casts, views, frees) the merged bucket's name."""
+    for n, r in nodes_of(graph, *kinds):
+        if r.bucket in old:
+            n.meta[KEY] = replace(r, bucket=role.bucket)
+
+
+def _retire(graph: fx.Graph, group: list[_Member], values: list[fx.Node]) -> None:
+    for m, v in zip(group, values):
+        m.wait.replace_all_uses_with(v)
+    for m in group:
+        graph.erase_node(m.wait)
+        graph.erase_node(m.launch)
+
+
+def _merge_gathers(graph: fx.Graph, group: list[_Member], name: str, mode: str) -> None:
+    role = _merged_role(group, name)
+    old = {m.role.bucket for m in group}
+    if len(group) > 1:
+        at = positions(graph)
+        first = min((m.launch for m in group), key=at.__getitem__)
+        inputs = [m.launch.args[0] for m in group]
+        _move_up(inputs, first)
+        world, pg = first.args[1], first.args[2]
+        with graph.inserting_before(first):
+            if mode == "coalesced":
+                launch = emit(graph, c10d.all_gather_into_tensor_coalesced.default, (inputs, world, pg), role)
+                items = [emit(graph, operator.getitem, (launch, i), role.of("item")) for i in range(len(group))]
+                values = [emit(graph, c10d.wait_tensor.default, (x,), role.of("wait_gather", params=m.role.params))
+                          for x, m in zip(items, group)]
+            else:
+                values = _packed_gather(graph, inputs, world, pg, role)
+        _retire(graph, group, values)
+        for m, v in zip(group, values):
+            for u in v.users:
+                if (r := role_of(u)) is not None and r.kind == "free":
+                    u.meta[KEY] = replace(r, nbytes=m.role.nbytes)
+        if mode == "packed":
+            _free_packed(graph, role, values)
+    else:
+        group[0].launch.meta[KEY] = role
+        group[0].wait.meta[KEY] = replace(group[0].wait.meta[KEY], bucket=name)
+    _relabel(graph, old - {name}, role, ("cast", "unpack", "free"))
+
+
+def _packed_gather(graph: fx.Graph, inputs: list[Any], world: Any, pg: Any, role: Role) -> list[fx.Node]:
+    x = emit(graph, aten.cat.default, (inputs, 0), role.of("cast"))
+    x = emit(graph, c10d.all_gather_into_tensor.default, (x, world, pg), role)
+    x = emit(graph, c10d.wait_tensor.default, (x,), role.of("wait_gather"))
+    table = emit(graph, aten.reshape.default, (x, [world, -1]), role.of("unpack"))
+    values, at = [], 0
+    for s in inputs:
+        n = s.meta["val"].numel()
+        part = emit(graph, aten.slice.Tensor, (table, 1, at, at + n), role.of("unpack"))
+        values.append(emit(graph, aten.reshape.default, (part, [-1]), role.of("unpack")))
+        at += n
+    return values
+
+
+def _free_packed(graph: fx.Graph, role: Role, values: list[fx.Node]) -> None:
+    """A packed bucket is one buffer: one free, after the last of its members' frees; none if a member leaves the graph."""
+    frees = [u for v in values for u in v.users if (r := role_of(u)) is not None and r.kind == "free"]
+    if len(frees) == len(values):
+        at = positions(graph)
+        last = max(frees, key=at.__getitem__)
+        wait = values[0].args[0].args[0].args[0]  # type: ignore[union-attr]
+        with graph.inserting_after(last):
+            emit(graph, FREE, (wait,), role.of("free", nbytes=role.nbytes))
+    for f in frees:
+        graph.erase_node(f)
+
+
+def _merge_reduces(graph: fx.Graph, group: list[_Member], name: str, mode: str) -> None:
+    role = _merged_role(group, name)
+    old = {m.role.bucket for m in group}
+    if len(group) > 1:
+        last = group[-1].launch
+        inputs = [m.launch.args[0] for m in group]
+        op, world, pg = last.args[1:4]
+        with graph.inserting_before(last):
+            if mode == "coalesced":
+                launch = emit(graph, c10d.reduce_scatter_tensor_coalesced.default, (inputs, op, world, pg), role)
+                items = [emit(graph, operator.getitem, (launch, i), role.of("reduce_item")) for i in range(len(group))]
+                values = [emit(graph, c10d.wait_tensor.default, (x,), role.of("wait_reduce", params=m.role.params))
+                          for x, m in zip(items, group)]
+            else:
+                tables = [emit(graph, aten.reshape.default, (x, [world, -1]), role.of("pack")) for x in inputs]
+                x = emit(graph, aten.cat.default, (tables, 1), role.of("pack"))
+                x = emit(graph, aten.reshape.default, (x, [-1]), role.of("pack"))
+                x = emit(graph, c10d.reduce_scatter_tensor.default, (x, op, world, pg), role)
+                x = emit(graph, c10d.wait_tensor.default, (x,), role.of("wait_reduce"))
+                values, at = [], 0
+                for t in tables:
+                    n = t.meta["val"].shape[1]
+                    values.append(emit(graph, aten.slice.Tensor, (x, 0, at, at + n), role.of("grad")))
+                    at += n
+        # The members' own casts stand where their launches stood, before the merged wait: move them behind it.
+        tail = values[-1]
+        for m in group:
+            for n in _after(m.wait):
+                tail.append(n)
+                tail = n
+        _retire(graph, group, values)
+    else:
+        group[0].launch.meta[KEY] = role
+        group[0].wait.meta[KEY] = replace(group[0].wait.meta[KEY], bucket=name)
+    _relabel(graph, old - {name}, role, ("pack", "grad"))
+
+
+def _after(wait: fx.Node) -> list[fx.Node]:
+    """Our own nodes that follow a wait, in order."""
+    out: list[fx.Node] = []
+    todo = [wait]
+    while todo:
+        for u in todo.pop(0).users:
+            if role_of(u) is not None and u not in out:
+                out.append(u)
+                todo.append(u)
+    return out
+
+
+def _move_up(inputs: list[Any], before: fx.Node) -> None:
+    """Casts of the members' shards depend on placeholders only: put them in front of the merged launch."""
+    for x in inputs:
+        chain = []
+        while role_of(x) is not None:
+            chain.append(x)
+            x = x.args[0]
+        for n in reversed(chain):
+            if n is not before:
+                before.prepend(n)

@@ -1,0 +1,103 @@
+"""Small facts about FX graphs that several passes need: emitting nodes with fake values, aliases, order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .roles import KEY, Role
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+UNSHARD = torch.ops.fsdp_compile.unshard.default
+REDUCE_GRAD = torch.ops.fsdp_compile.reduce_grad.default
+FREE = torch.ops.fsdp_compile.free.default
+
+# Ops that return their input, or part of it, when strides allow; their schema does not say so.
+_WAIT = {c10d.wait_tensor.default}
+_MAY_ALIAS = {aten.reshape.default, aten.contiguous.default, operator.getitem}
+
+
+def emit(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], role: Role) -> fx.Node:
+    """Append a call at the graph's insertion point, with its fake value and its role.
+
+    The fake value is computed from the arguments' fake values, so later passes know shapes and dtypes."""
+    node = graph.call_function(target, args)
+    vals = fx.map_arg(args, lambda n: n.meta["val"])
+    with torch.no_grad():
+        node.meta["val"] = target(*vals)
+    node.meta[KEY] = role
+    return node
+
+
+def is_alias_op(node: fx.Node) -> bool:
+    """Whether the node's result may share memory with an input (views, reshape, getitem)."""
+    if node.op != "call_function":
+        return False
+    if node.target in _MAY_ALIAS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return node.target in _WAIT or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+
+
+def alias_closure(roots: Iterable[fx.Node]) -> list[fx.Node]:
+    """``roots`` and everything that may share their memory, in discovery order."""
+    seen: dict[fx.Node, None] = dict.fromkeys(roots)
+    todo = list(seen)
+    while todo:
+        n = todo.pop()
+        for u in n.users:
+            if u not in seen and is_alias_op(u):
+                seen[u] = None
+                todo.append(u)
+    return list(seen)
+
+
+def first_use(launch: fx.Node, at: dict[fx.Node, int]) -> int:
+    """Position of the first node that really reads what a gather delivers (views of it and our own nodes do not count)."""
+    uses = [at[u] for n in alias_closure([launch]) for u in n.users if KEY not in u.meta and not is_alias_op(u)]
+    return min(uses, default=len(at))
+
+
+def written_args(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the node writes in place, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    out: list[fx.Node] = []
+    for i, a in enumerate(schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+            out.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+    return out
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Node → place in the graph's order."""
+    return {n: i for i, n in enumerate(graph.nodes)}
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    """The graph's output node."""
+    return next(iter(reversed(graph.nodes)))
+
+
+def set_order(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Put the graph's nodes into ``order`` (a permutation of them). Raises ValueError if a node would precede an input."""
+    if len(order) != len(graph.nodes):
+        raise ValueError(f"an order of {len(order)} nodes for a graph of {len(graph.nodes)}")
+    done: set[fx.Node] = set()
+    for n in order:
+        for a in n.all_input_nodes:
+            if a not in done:
+                raise ValueError(f"{n.format_node()} would run before its input {a.name}")
+        done.add(n)
+    anchor = order[0]
+    anchor.graph._root.append(anchor)
+    for n in order[1:]:
+        anchor.append(n)
+        anchor = n

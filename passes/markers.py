@@ -1,0 +1,140 @@
+"""Markers before partitioning: one per parameter in the Dynamo graph, and recompute tags in the joint graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from fsdp_compile.spec import ParamSpec, decode
+
+from .graph_ops import REDUCE_GRAD, UNSHARD, aten, is_alias_op
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_UNARY = {aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default}
+# A Dynamo graph holds the op either as torch.ops.x.y or as its default overload.
+_DYNAMO_UNSHARD = (UNSHARD, torch.ops.fsdp_compile.unshard)
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether the node is an ``unshard`` marker, in a Dynamo or an AOT graph."""
+    return node.op == "call_function" and node.target in _DYNAMO_UNSHARD
+
+
+def marker_specs(gm: fx.GraphModule) -> list[ParamSpec]:
+    """The spec of each marker of a graph, in order."""
+    return [decode(n.args[1]) for n in gm.graph.nodes if is_marker(n)]
+
+
+def dedupe(gm: fx.GraphModule) -> int:
+    """One marker for each shard in a Dynamo graph; returns how many were merged or moved.
+
+    ::
+
+        w1 = unshard(s); a = f(w1); w2 = unshard(s); b = g(w2)   →   w = unshard(s); a = f(w); b = g(w)
+
+    so that gradients of several reads are summed before the one reduction. A marker inside an activation-checkpoint body moves
+    out of it (the body then takes the whole weight as an argument): the joint tags decide about its recomputation.
+    """
+    moved = 0
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target is _CHECKPOINT:
+            moved += _hoist(gm, node)
+    first: dict[tuple[fx.Node, str], fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if not is_marker(node):
+            continue
+        key = (node.args[0], node.args[1])
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            gm.graph.erase_node(node)
+            moved += 1
+        else:
+            first[key] = node
+    if moved:
+        gm.recompile()
+    return moved
+
+
+def _hoist(gm: fx.GraphModule, call: fx.Node) -> int:
+    """Move the markers of one checkpoint body in front of its call. A body called twice is left alone."""
+    attr = call.args[0]
+    if not isinstance(attr, fx.Node) or attr.op != "get_attr":
+        return 0
+    sharers = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == attr.target]
+    if len(sharers) > 1 or len(attr.users) > 1:
+        return 0
+    body = gm.get_submodule(str(attr.target))
+    assert isinstance(body, fx.GraphModule)
+    dedupe(body)
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    moved = 0
+    for marker in [n for n in body.graph.nodes if is_marker(n)]:
+        ph = marker.args[0]
+        if ph not in inputs or len(ph.users) != 1:
+            continue
+        i = 1 + inputs.index(ph)
+        with gm.graph.inserting_before(call):
+            outer = gm.graph.call_function(marker.target, (call.args[i], marker.args[1]))
+        outer.meta.update(marker.meta)
+        call.update_arg(i, outer)
+        marker.replace_all_uses_with(ph)
+        ph.meta["example_value"] = marker.meta.get("example_value")
+        body.graph.erase_node(marker)
+        moved += 1
+    if moved:
+        body.recompile()
+    return moved
+
+
+def unary_chain(marker: fx.Node) -> list[fx.Node]:
+    """The marker and all that is only a view, cast or copy of it."""
+    chain = {marker: None}
+    todo = [marker]
+    while todo:
+        for u in todo.pop().users:
+            if u not in chain and (is_alias_op(u) or u.target in _UNARY or _pointwise(u)):
+                if all(a in chain for a in u.all_input_nodes):
+                    chain[u] = None
+                    todo.append(u)
+    return list(chain)
+
+
+def _pointwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def tag_joint(graph: fx.Graph, set_recompute: Callable[[fx.Node, bool], None], is_saved: Callable[[ParamSpec], bool]) -> None:
+    """Tag each marker, with its whole chain of views and casts, to be recomputed in backward, or saved where the plan keeps it.
+
+    Without the tags a partitioner saves the transposed gathered weight: ZeRO-2 memory in silence. ``set_recompute(node, keep)``
+    writes the partitioner's tags; ``is_saved(spec)`` says which parameters stay gathered between forward and backward.
+    """
+    for node in graph.nodes:
+        if is_marker(node):
+            keep = is_saved(decode(node.args[1]))
+            set_recompute(node, keep)
+            if not keep:
+                for n in unary_chain(node)[1:]:
+                    set_recompute(n, False)
+
+
+def escaping(graph: fx.Graph) -> frozenset[str]:
+    """FQNs of parameters whose gathered value, or a view of it, is an output of a joint graph: the program returned it."""
+    out = set()
+    for node in graph.nodes:
+        if is_marker(node):
+            chain = {node}
+            for n in graph.nodes:
+                if is_alias_op(n) and any(a in chain for a in n.all_input_nodes):
+                    chain.add(n)
+            if any(u.op == "output" for n in chain for u in n.users):
+                out.add(decode(node.args[1]).fqn)
+    return frozenset(out)
+
+
+def reduced_fqns(graph: fx.Graph) -> list[str]:
+    """FQN of each ``reduce_grad`` marker of a backward graph, in order."""
+    return [decode(n.args[1]).fqn for n in graph.nodes if n.op == "call_function" and n.target is REDUCE_GRAD]

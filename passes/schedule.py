@@ -1,0 +1,219 @@
+"""schedule: choose where each launch, wait and free stands, so that communication hides behind compute under a memory limit.
+
+The compute order is taken as it is. Our nodes are placed into it::
+
+    prefetch 1        launch 0 · launch 1 · wait 0 · compute 0 · free 0 · launch 2 · wait 1 · compute 1 · free 1 · …
+    reductions        … grads of bucket 0 · reduce 0 · compute · reduce 1 · compute · wait 0 · reduce 2 · … · wait 1 · wait 2
+
+A gather is launched before the wait of the bucket ``prefetch`` places ahead of it, so that the communication lane does not run dry;
+later if the limit on gathered bytes says so. A reduction is launched as soon as its gradients exist, and waited for when more than
+``limit_reduces`` bytes are in flight, or at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from .graph_ops import alias_closure, is_alias_op, output_of, positions, set_order
+from .roles import Role, role_of
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """``prefetch``: how many buckets ahead a gather is launched (0: just before its use). ``limit_gathers``: most bytes of gathered
+    buffers alive at once, in flight or in use (None: no limit). ``limit_reduces``: most bytes of reductions in flight (None: two
+    largest buckets)."""
+
+    prefetch: int = 1
+    limit_gathers: int | None = None
+    limit_reduces: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+        for name in ("limit_gathers", "limit_reduces"):
+            v = getattr(self, name)
+            if v is not None and v <= 0:
+                raise ValueError(f"{name} must be positive, got {v}")
+
+
+@dataclass
+class _Gather:
+    name: str
+    nbytes: int
+    launch: list[fx.Node]  # casts, then the launch itself and its items
+    arrive: list[fx.Node]  # waits and the views and copies that make parameters of it
+    frees: dict[int, list[fx.Node]]  # compute position → frees that follow it
+    first: int  # compute position of the first real use
+
+
+@dataclass
+class _Reduce:
+    nbytes: int
+    launch: list[fx.Node]
+    arrive: list[fx.Node]
+    ready: int  # compute position after which all its gradients exist
+    needed: int  # compute position that reads its result (the end, normally)
+
+
+def schedule(graph: fx.Graph, plan: SchedulePlan) -> None:
+    """Reorder ``graph`` in place. Raises ValueError if a dependency makes the order impossible (a bug in a pass)."""
+    at = positions(graph)
+    out = output_of(graph)
+    owned = _owned(graph)
+    compute = [n for n in graph.nodes if n not in owned and n is not out]
+    place = {n: i for i, n in enumerate(compute)}
+    place[out] = len(compute)
+    gathers = _collect_gathers(graph, owned, place, at)
+    reduces = _collect_reduces(graph, place)
+    attached = _attached_views(owned, place)
+    entry = sum(1 for n in compute if n.op in ("placeholder", "get_attr"))
+    order: list[fx.Node] = []
+    todo, alive, flying = list(gathers), 0, []
+    to_reduce = sorted(reduces, key=lambda r: (r.ready, at[r.launch[-1]]))
+    limit_reduces = plan.limit_reduces or 2 * max((r.nbytes for r in reduces), default=0)
+
+    def land(group: list[_Reduce]) -> None:
+        for r in group:
+            order.extend(r.arrive)
+            flying.remove(r)
+
+    for i in range(len(compute) + 1):
+        if i >= entry:
+            while todo:  # launches whose time has come
+                g = todo[0]
+                ahead = gathers[max(0, len(gathers) - len(todo) - plan.prefetch)]
+                fits = plan.limit_gathers is None or alive + g.nbytes <= plan.limit_gathers
+                if g.first > i and not (ahead.first <= max(i, entry) and fits):
+                    break
+                order.extend(g.launch)
+                alive += g.nbytes
+                todo.pop(0)
+            land([r for r in flying if r.needed <= i and i < len(compute)])
+        for g in gathers:
+            if g.first == i or (i == len(compute) and g.first > i):
+                order.extend(g.arrive)
+        if i == len(compute):
+            break
+        order.extend(attached.get(compute[i], ()))
+        order.append(compute[i])
+        for g in gathers:
+            for f in g.frees.get(i, ()):
+                order.append(f)
+                alive -= _nbytes(f)
+        while to_reduce and to_reduce[0].ready <= i:
+            r = to_reduce.pop(0)
+            while flying and sum(f.nbytes for f in flying) + r.nbytes > limit_reduces:
+                land([flying[0]])
+            order.extend(r.launch)
+            flying.append(r)
+    land(list(flying))
+    order.extend(attached.get(out, ()))
+    order.append(out)
+    set_order(graph, order)
+
+
+def _nbytes(node: fx.Node) -> int:
+    role = role_of(node)
+    return role.nbytes if role else 0
+
+
+def _owned(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Our nodes, and the program's own views of gathered buffers, which move with their first use."""
+    owned = {n: None for n in graph.nodes if role_of(n) is not None}
+    roots = [n for n in owned if role_of(n).kind == "wait_gather"]  # type: ignore[union-attr]
+    owned.update((n, None) for n in alias_closure(roots))
+    return owned
+
+
+def _attached_views(owned: dict[fx.Node, None], place: dict[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
+    """Node → the program's own views of parameters to put right before it, because it is the first to use them."""
+    views = [n for n in owned if role_of(n) is None]
+    first: dict[fx.Node, int] = {}
+    for v in reversed(_in_dependency_order(views)):
+        uses = [place[u] if u in place else first.get(u, len(place) - 1) for u in v.users]
+        first[v] = min(uses, default=len(place) - 1)
+    by_place = {i: n for n, i in place.items()}
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for v in _in_dependency_order(views):
+        out.setdefault(by_place[first[v]], []).append(v)
+    return out
+
+
+def _in_dependency_order(nodes: list[fx.Node]) -> list[fx.Node]:
+    mine, done, order = set(nodes), set(), []
+
+    def visit(n: fx.Node) -> None:
+        if n in mine and n not in done:
+            done.add(n)
+            for a in n.all_input_nodes:
+                visit(a)
+            order.append(n)
+
+    for n in nodes:
+        visit(n)
+    return order
+
+
+def _collect_gathers(graph: fx.Graph, owned: dict[fx.Node, None], place: dict[fx.Node, int], at: dict[fx.Node, int]) -> list[_Gather]:
+    found: dict[str, _Gather] = {}
+    roles: list[tuple[fx.Node, Role]] = [(n, r) for n in owned if (r := role_of(n)) is not None]
+    local = "(no collective)"
+    for n, r in sorted(roles, key=lambda x: at[x[0]]):
+        if r.kind not in ("cast", "gather", "item", "wait_gather", "unpack", "free"):
+            continue
+        name = r.bucket
+        g = found.setdefault(name, _Gather(name, 0, [], [], {}, len(place)))
+        if r.kind in ("cast", "gather", "item"):
+            g.launch.append(n)
+            g.nbytes += r.nbytes
+        elif r.kind in ("wait_gather", "unpack"):
+            g.arrive.append(n)
+    for name, g in found.items():
+        assert name != local
+        reads = [place[u] for n in alias_closure([*g.launch, *g.arrive]) for u in n.users if u in place]
+        g.first = min(reads, default=len(place) - 1)
+        for n, r in roles:
+            if r.kind == "free" and r.bucket == name:
+                uses = [place[u] for a in alias_closure(n.all_input_nodes) for u in a.users if u in place]
+                g.frees.setdefault(max(uses, default=g.first), []).append(n)
+    return sorted(found.values(), key=lambda g: (g.first, at[g.launch[0]] if g.launch else 0))
+
+
+def _collect_reduces(graph: fx.Graph, place: dict[fx.Node, int]) -> list[_Reduce]:
+    found: dict[str, _Reduce] = {}
+    end = len(place) - 1
+    for n in graph.nodes:
+        r = role_of(n)
+        if r is None or r.kind not in ("pack", "reduce", "reduce_item", "wait_reduce", "grad"):
+            continue
+        g = found.setdefault(r.bucket, _Reduce(0, [], [], 0, end))
+        if r.kind in ("pack", "reduce", "reduce_item"):
+            g.launch.append(n)
+            g.nbytes += r.nbytes
+            g.ready = max([g.ready, *(place[a] for a in n.all_input_nodes if a in place)])
+        else:
+            g.arrive.append(n)
+        if r.kind in ("wait_reduce", "grad", "pack"):
+            g.needed = min([g.needed, *(place[u] for u in n.users if u in place)])
+    return list(found.values())
+
+
+def gather_peak(graph: fx.Graph) -> int:
+    """Most bytes of gathered buffers alive at once, by the graph's own order of launches and frees."""
+    alive = peak = 0
+    for n in graph.nodes:
+        r = role_of(n)
+        if r is not None and r.kind == "gather":
+            alive += r.nbytes
+            peak = max(peak, alive)
+        elif r is not None and r.kind == "free":
+            alive -= r.nbytes
+    return peak
+
+
+def uses_alias(node: fx.Node) -> bool:
+    """Kept for interactive use: whether ``node`` only renames memory."""
+    return is_alias_op(node)

@@ -1,0 +1,70 @@
+"""Agreement between ranks through the store: no collective, bounded time, and the first difference shown on every rank.
+
+Each (group, topic) has a counter, so that the n-th thing that one rank compiles is compared with the n-th on the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import weakref
+from collections import Counter
+
+import torch.distributed as dist
+
+_counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class RankMismatch(RuntimeError):
+    """Ranks hold different models, plans or options. Raised on every rank, with the first differing line."""
+
+
+def digest(lines: list[str]) -> str:
+    """A short hash of ``lines``."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: float) -> None:
+    """Compare ``lines`` with every other rank of ``group``.
+
+    Raises `RankMismatch` if they differ, or if a rank does not come to the same point within ``timeout_s`` seconds."""
+    size, rank = group.size(), group.rank()
+    if size == 1:
+        return
+    counter = _counters.setdefault(group, Counter())
+    counter[topic] += 1
+    store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/{topic}/{counter[topic]}", _store())
+    store.set(f"text{rank}", "\n".join(lines))
+    store.set(f"digest{rank}", digest(lines))
+    digests = {}
+    for r in range(size):
+        try:
+            store.wait([f"digest{r}"], datetime.timedelta(seconds=timeout_s))
+        except (dist.DistStoreError, RuntimeError) as e:
+            raise RankMismatch(
+                f"{topic} {counter[topic]}: rank {r} of group {group.group_name!r} did not come to this point within {timeout_s:g} s. "
+                f"It has failed, runs another model, or is still compiling (option timeout_s).\nThis is rank {rank}, at:\n{_head(lines)}"
+            ) from e
+        digests[r] = store.get(f"digest{r}").decode()
+    odd = [r for r in range(1, size) if digests[r] != digests[0]]
+    if odd:
+        zero = store.get("text0").decode().split("\n")
+        other = store.get(f"text{odd[0]}").decode().split("\n")
+        raise RankMismatch(f"{topic} {counter[topic]}: rank {odd[0]} differs from rank 0. {_first_difference(zero, other, odd[0])}")
+
+
+def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
+    for i in range(max(len(zero), len(other))):
+        a = zero[i] if i < len(zero) else "(nothing)"
+        b = other[i] if i < len(other) else "(nothing)"
+        if a != b:
+            return f"First difference, line {i + 1}:\n  rank 0: {a}\n  rank {rank}: {b}"
+    return "The texts are equal but their digests are not."
+
+
+def _head(lines: list[str]) -> str:
+    return "\n".join(lines[:3] + (["…"] if len(lines) > 3 else []))
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,50 @@
+"""Gradients: from the leaf that a graph differentiates to the DTensor that the user sees on ``p.grad``.
+
+The leaf is a one-dimensional padded shard; autograd accumulates the reduced gradient there. A post-accumulate hook moves it to
+``p.grad`` as a DTensor, adds to what is there, and calls the user's own hooks on ``p``, once, with the reduced shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import compat
+
+
+def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None]:
+    """The hook for the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
+    ref = weakref.ref(p)
+
+    def hook(leaf: Tensor) -> None:
+        g, owner = leaf.grad, ref()
+        leaf.grad = None
+        if g is None or owner is None:  # the hook also fires when a graph gave no gradient
+            return
+        local = owner._local_tensor  # type: ignore[attr-defined]
+        part = g if g.numel() == local_numel else g[:local_numel]
+        accumulate(owner, part if part.shape == local.shape else part.view(local.shape))
+
+    return hook
+
+
+@torch.no_grad()
+def accumulate(p: nn.Parameter, local_grad: Tensor) -> None:
+    """Add this rank's part of the reduced gradient to ``p.grad`` and run the user's hooks on ``p``."""
+    grad: Tensor = compat.dtensor_like(local_grad, p)
+    for fn in tuple((p._backward_hooks or {}).values()):
+        out = fn(grad)
+        if out is not None:
+            grad = out
+    if p.grad is None:
+        p.grad = grad
+    elif isinstance(p.grad, DTensor) and isinstance(grad, DTensor):
+        p.grad._local_tensor.add_(grad._local_tensor)
+    else:
+        p.grad.add_(grad)
+    for fn in tuple((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()):
+        fn(p)
