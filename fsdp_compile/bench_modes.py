@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .bench_model import storage_bytes
 
@@ -27,10 +29,11 @@ LOCAL_MODES = frozenset({"single", "single_compile"})
 
 @dataclass(frozen=True)
 class Setting:
-    """What building a mode needs to know. `factory` makes the model on the default device."""
+    """What building a mode needs to know: `factory` makes the model, a collective gives up after `timeout`."""
 
     factory: Callable[[], nn.Module]
     device: torch.device
+    timeout: timedelta = timedelta(minutes=5)
     bf16: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -39,22 +42,29 @@ class Trainer:
     """A model of one mode with its optimizer (AdamW, the same in every mode)."""
 
     def __init__(self, name: str, setting: Setting) -> None:
-        """Builds the mode `name`; a distributed mode needs the default process group."""
+        """Builds the mode `name`, on every rank at once.
+
+        DDP and FSDP2 get a process group of their own, and the fsdp backend has the default one for itself: a mode in
+        which one rank fails leaves the others waiting in a collective, and the timeout then breaks the whole group.
+        """
         self.name = name
         self.device = setting.device
+        # First of all: ranks must create the same groups even if building the model fails on one.
+        group = dist.new_group(timeout=setting.timeout) if name in ("ddp", "fsdp2", "fsdp2_compile") else None
         torch.manual_seed(0)
         with setting.device:
             model = setting.factory()
         # FSDP casts the shards, the other modes have only autocast: the closest they get to the same arithmetic.
         self.autocast = setting.bf16 and name in LOCAL_MODES | {"ddp"}
         if name.startswith("fsdp2"):
-            _fully_shard_blocks(model, setting, compiled=name == "fsdp2_compile")
+            mesh = DeviceMesh.from_group(group, setting.device.type)  # type: ignore[arg-type]
+            _fully_shard_blocks(model, mesh, setting.bf16, compiled=name == "fsdp2_compile")
         # Before torch.compile, as in an ordinary script. FSDP2 replaces the parameters, so after it.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-6, fused=True)
         if name == "single_compile":
             model = torch.compile(model)  # type: ignore[assignment]
         elif name == "ddp":
-            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            model = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         elif name == "fsdp":
             options = dict(setting.options)
             if setting.bf16:
@@ -114,15 +124,14 @@ def _bf16_policy() -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def _fully_shard_blocks(model: nn.Module, setting: Setting, *, compiled: bool) -> None:
+def _fully_shard_blocks(model: nn.Module, mesh: DeviceMesh, bf16: bool, *, compiled: bool) -> None:
     """FSDP2 as its documentation has it: each block of `model.layers`, then the model with what remains."""
     from torch.distributed.fsdp import fully_shard
 
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise TypeError("the fsdp2 modes need a model with its blocks in `.layers`, an nn.ModuleList")
-    mesh = dist.device_mesh.init_device_mesh(setting.device.type, (dist.get_world_size(),))
-    policy = {"mp_policy": _bf16_policy()} if setting.bf16 else {}
+    policy = {"mp_policy": _bf16_policy()} if bf16 else {}
     for index, layer in enumerate(layers):
         if compiled:  # inside the hooks that gather and free, which Dynamo must not see
             layers[index] = layer = torch.compile(layer, fullgraph=True)  # type: ignore[assignment]

@@ -56,9 +56,8 @@ class Bench:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         factory = model_factory(self.config.model)
         arguments = self.config.sizes.model_arguments()
-        self.setting = Setting(
-            lambda: factory(**arguments), self.device, self.config.bf16, self.config.backend_options()
-        )
+        timeout, options = timedelta(seconds=self.config.timeout), self.config.backend_options()
+        self.setting = Setting(lambda: factory(**arguments), self.device, timeout, self.config.bf16, options)
         self.batches = make_batches(self.config.sizes, self.rank, self.device)
 
     def run(self) -> dict[str, Any]:
@@ -93,10 +92,8 @@ class Bench:
             cause = f"{type(failure).__name__}: {failure}"
             error = f"{cause}\n{traceback.format_exc(limit=-3)}" if os.environ.get("BENCH_TRACE") else cause
         errors = self._gather(error)
-        failed = {rank: text for rank, text in enumerate(errors) if text}
-        if failed:
-            which = "every rank" if len(failed) == self.world else f"rank {', '.join(map(str, failed))}"
-            self.errors[name] = f"on {which}: {next(iter(failed.values()))}"
+        if any(errors):
+            self.errors[name] = merge_errors(errors)
             self.modes.pop(name, None)
             self.progress.console.print(f"[red]{name} failed[/] {escape(self.errors[name])}")
 
@@ -179,6 +176,13 @@ class Bench:
             losses = reference_losses(self.setting, every, steps)
         dist.barrier(self.control)
         return losses
+
+
+def merge_errors(errors: list[str]) -> str:
+    """One text from an error of each rank (empty: none): where one rank failed, the others' timeouts say little."""
+    if len(set(errors)) == 1:
+        return f"on every rank: {errors[0]}"
+    return "; ".join(f"on rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
 
 def slowest(ranks: list[list[list[float]]]) -> list[list[float]]:
