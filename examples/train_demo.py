@@ -48,7 +48,7 @@ def main() -> None:
 
     data = batches(rank, world, batch=BATCH, seq=config.seq)
     losses: list[float] = []
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=rank != 0) as progress:
         bar = progress.add_task("training", total=STEPS, note="")
         began = time.perf_counter()
@@ -63,13 +63,14 @@ def main() -> None:
             if step == 0:
                 began = time.perf_counter()  # leave compilation out of the speed
             speed = step * BATCH * config.seq * world / max(time.perf_counter() - began, 1e-9)
-            progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
-            if rank == 0 and not console.is_terminal and step % 20 == 0:
-                progress.console.print(f"step {step:3d}  loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
+            recent = average(losses[-10:])  # a batch is 2,048 bytes of anything: a single loss jumps
+            progress.update(bar, advance=1, note=f"loss {recent:.3f}  {speed:,.0f} tokens/s")
+            if not console.is_terminal and (step % 20 == 0 or step == STEPS - 1):  # a log gets lines, not a bar
+                progress.console.print(f"step {step + 1:3d}  loss {recent:.3f}  {speed:,.0f} tokens/s")
 
-    first, last = average(losses[:5]), average(losses[-5:])
+    first, last = average(losses[:5]), average(losses[-10:])
     assert last < first - 0.5, f"the loss did not fall: {first:.3f} at the start, {last:.3f} at the end"
-    console.print(f"loss {first:.3f} -> {last:.3f} nats per byte (means of the first and last five steps)")
+    console.print(f"loss {first:.3f} -> {last:.3f} nats per byte (means of the first 5 and the last 10 steps)")
     if rank == 0:
         written = sorted(GRAPHS.rglob("*")) if GRAPHS.is_dir() else []
         console.print(f"{sum(path.is_file() for path in written)} graphs in {GRAPHS.resolve()}", soft_wrap=True)
