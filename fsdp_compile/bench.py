@@ -20,7 +20,6 @@ from .bench_modes import DESCRIPTIONS, LOCAL_MODES
 
 MODES = tuple(DESCRIPTIONS)
 BASELINES = ("fsdp2", "single_compile")  # whose ratios are in the main table, where they were measured
-LOWERINGS = ("inductor", "fx")
 
 
 class BenchError(Exception):
@@ -269,8 +268,8 @@ def _notes(config: dict[str, Any], modes: dict[str, Any]) -> list[str]:
     notes = [
         f"Times: {samples} steps in {config['rounds']} interleaved rounds, each as long as its slowest rank. Ratios: "
         "step time over the other mode's, round by round; median (lowest-highest round). Below 1 is faster.",
-        "State: parameters and optimizer state kept between steps. Loss: largest deviation in the first "
-        f"{config['check_steps']} steps from one fp32 process on the global batch.",
+        "State: parameters and optimizer state kept between steps. Loss: largest deviation in up to "
+        f"{config['check_steps']} first steps from one fp32 process on the global batch.",
     ]
     if LOCAL_MODES & modes.keys():
         notes.append("single, single_compile: every rank trains alone on its own batch sending nothing: compute alone.")

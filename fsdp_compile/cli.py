@@ -59,7 +59,8 @@ def bench(
 ) -> None:
     """Train one model in several ways and compare time, memory, traffic and losses.
 
-    All modes run in the same processes and are timed in turn, so that they see the same machine.
+    All modes run in the same processes and are timed in turn, so that they see the same machine. A mode that fails is
+    dropped, and the exit status is then 1; BENCH_TRACE=1 in the environment adds tracebacks.
     """
     import torch
     from rich.console import Console
