@@ -84,9 +84,10 @@ def schedule(graph: fx.Graph, plan: SchedulePlan) -> None:
         if i >= entry:
             while todo:  # launches whose time has come
                 g = todo[0]
-                ahead = gathers[max(0, len(gathers) - len(todo) - plan.prefetch)]
+                ahead = len(gathers) - len(todo) - plan.prefetch
+                due = ahead < 0 or gathers[ahead].first <= i  # the first ones at the graph's entry, whatever runs before their use
                 fits = plan.limit_gathers is None or alive + g.nbytes <= plan.limit_gathers
-                if g.first > i and not (ahead.first <= max(i, entry) and fits):
+                if g.first > i and not (due and fits):
                     break
                 order.extend(g.launch)
                 alive += g.nbytes
