@@ -1,0 +1,366 @@
+"""Forward and backward graphs with markers, and ranks that execute them in one process: no process group, no other process.
+
+A `Program` is a function of parameters and inputs. `capture` traces it through AOTAutograd as the backend does, up to the passes.
+`train` runs the passes and executes both graphs for every rank in lockstep; `reference` is the same in plain eager PyTorch.
+
+The simulated ranks are adversaries: a launched buffer holds NaN until its wait, a freed one holds NaN from its free on, and a
+collective's input that changes between launch and wait is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, fx
+
+import fsdp_compile.runtime.ops  # noqa: F401  (registers the operators)
+from fsdp_compile import compat
+from fsdp_compile.passes import markers
+from fsdp_compile.passes.bucket import BucketPlan, bucket
+from fsdp_compile.passes.graph_ops import FREE, UNSHARD, c10d
+from fsdp_compile.passes.insert import Inserted, insert
+from fsdp_compile.passes.pipeline import Plan, Scheduled, run_passes
+from fsdp_compile.passes.schedule import SchedulePlan, schedule
+from fsdp_compile.spec import ParamSpec
+
+Read = Callable[[str], Any]
+
+
+def spec(fqn: str, *shape: int, world: int = 2, dtype: torch.dtype = torch.float64, **kwargs: Any) -> ParamSpec:
+    """A spec of group "g"; scalars are replicated."""
+    given = {"compute_dtype": dtype, "reduce_dtype": dtype.to_real() if dtype.is_complex else dtype, "group": "g", **kwargs}
+    return ParamSpec(fqn, shape, dtype, world=world, kind="shard" if shape else "replicate", **given)
+
+
+@dataclass(frozen=True)
+class Program:
+    """``fn(read, *inputs)`` returns one tensor or a tuple; ``read(fqn)`` reads a parameter, as often as it likes."""
+
+    fn: Callable[..., Any]
+    specs: tuple[ParamSpec, ...]
+    inputs: tuple[Tensor, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    seed: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.specs[0].world
+
+    def full(self) -> dict[str, Tensor]:
+        """The whole parameters, the same on every call."""
+        gen = torch.Generator().manual_seed(self.seed)
+        return {s.fqn: torch.randn(s.shape, generator=gen, dtype=s.dtype) for s in self.specs}
+
+    def inputs_of(self, rank: int) -> list[Tensor]:
+        """Each rank's own inputs."""
+        gen = torch.Generator().manual_seed(1000 + self.seed * 10 + rank)
+        return [torch.randn(x.shape, generator=gen, dtype=x.dtype) for x in self.inputs]
+
+    def shards(self, rank: int) -> list[Tensor]:
+        """Rank's shards, padded with zeros."""
+        return [shard(s, v, rank) for s, v in zip(self.specs, self.full().values())]
+
+
+def shard(s: ParamSpec, value: Tensor, rank: int) -> Tensor:
+    """One rank's padded shard of a whole parameter."""
+    if s.kind == "replicate":
+        return value.reshape(-1).clone()
+    flat = torch.zeros(s.padded_numel, dtype=value.dtype)
+    flat[: s.numel] = value.reshape(-1)
+    return flat[rank * s.shard_numel : (rank + 1) * s.shard_numel].clone()
+
+
+def unshard_all(s: ParamSpec, parts: Sequence[Tensor]) -> Tensor:
+    """The whole parameter from all ranks' shards."""
+    return parts[0].reshape(s.shape) if s.kind == "replicate" else torch.cat(list(parts))[: s.numel].reshape(s.shape)
+
+
+# --- capture ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Captured:
+    """A program's graphs just before the passes. ``forward()`` and ``backward()`` give fresh copies."""
+
+    escaping: frozenset[str] = frozenset()
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    joint: fx.Graph | None = None
+
+    def forward(self) -> fx.GraphModule:
+        return copy.deepcopy(self.graphs["forward"])
+
+    def backward(self) -> fx.GraphModule:
+        return copy.deepcopy(self.graphs["backward"])
+
+
+def dynamo_graph(program: Program) -> fx.GraphModule:
+    """The program as Dynamo would hand it over: shards and inputs are placeholders, each read is a marker."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    shards = {s.fqn: graph.placeholder(f"shard_{i}") for i, s in enumerate(program.specs)}
+    inputs = [fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(len(program.inputs))]
+    by_name = {s.fqn: s for s in program.specs}
+
+    def read(fqn: str) -> fx.Proxy:
+        w = fx.Proxy(graph.call_function(UNSHARD, (shards[fqn], by_name[fqn].encode())), tracer)
+        return w.detach() if fqn in program.frozen else w
+
+    out = program.fn(read, *inputs)
+    graph.output(tuple(o.node for o in out) if isinstance(out, tuple) else (out.node,))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def capture(program: Program, style: str = "fx", grad: bool = True) -> Captured:
+    """Trace ``program`` up to the passes. ``style``: "fx" (eager's kernels) or "inductor" (Inductor's decompositions)."""
+    gm = dynamo_graph(program)
+    markers.dedupe(gm)
+    args = [x.requires_grad_(grad and s.fqn not in program.frozen) for s, x in zip(program.specs, program.shards(0))]
+    got = Captured()
+
+    def joint(graph: fx.Graph) -> None:
+        got.joint = copy.deepcopy(graph)
+        got.escaping = keep = markers.escaping(graph)
+        markers.tag_joint(graph, compat.set_recompute, lambda s: not s.reshard or s.fqn in keep)
+
+    def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Any], Any]:
+        got.graphs["backward" if is_backward else "forward"] = copy.deepcopy(graph_module)
+        return lambda fn: fn
+
+    with compat.eager_backward_compile():
+        if style == "fx":
+            compat.compile_fx_graphs(gm, args + program.inputs_of(0), transform, joint)
+        else:
+            compat.compile_inductor(gm, args + program.inputs_of(0), transform, joint, "test", {}, lower=False)
+    kept = frozenset(s.fqn for s in program.specs if not s.reshard)
+    if got.joint is None:
+        got.escaping = markers.escaping(got.graphs["forward"].graph)
+    got.escaping |= kept
+    return got
+
+
+def scheduled(gm: fx.GraphModule, direction: str, plan: Plan | None = None) -> Inserted:
+    """insert, bucket and schedule: a good graph, still with its ``free`` nodes."""
+    plan = plan or Plan()
+    done = insert(gm.graph, direction)
+    bucket(gm.graph, plan.bucket)
+    schedule(gm.graph, plan.schedule)
+    gm.graph.lint()
+    return done
+
+
+def plan_of(
+    bucket_bytes: int = 25 << 20, mode: str = "coalesced", prefetch: int = 1, limit: int | None = None,
+    labels: dict[str, str] | None = None, reduces: int | None = None,
+) -> Plan:
+    """A plan in one line."""
+    return Plan(BucketPlan(bucket_bytes, labels or {}, mode, limit), SchedulePlan(prefetch, limit, reduces))
+
+
+def text(graph: fx.Graph) -> str:
+    """The graph's calls, one a line, without types and numbers of Inductor."""
+    lines = []
+    for n in graph.nodes:
+        if n.op == "call_function":
+            name = getattr(n.target, "__name__", str(n.target)).split(".")[0]
+            lines.append(f"{n.name} = {name}({', '.join(a.name for a in n.all_input_nodes)})")
+        elif n.op == "output":
+            lines.append(f"return {', '.join(a.name for a in n.all_input_nodes)}")
+    return "\n".join(lines) + "\n"
+
+
+# --- simulated ranks --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Flight:
+    """A launched collective: each rank's output buffer, what it will hold, and the inputs with a copy of them."""
+
+    result: Tensor
+    sent: list[tuple[Tensor, Tensor]]
+
+
+class Ranks:
+    """Executes one graph for all ranks, node by node."""
+
+    def __init__(self, gm: fx.GraphModule, world: int) -> None:
+        self.gm, self.world, self.flights = gm, world, {}  # type: ignore[var-annotated]
+
+    def run(self, args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """``args[rank]`` → outputs of each rank."""
+        envs: list[dict[fx.Node, Any]] = [{} for _ in range(self.world)]
+        feeds = [iter(a) for a in args]
+        for n in self.gm.graph.nodes:
+            if n.op == "output":
+                assert not self.flights, f"{len(self.flights)} collectives were never waited for"
+                return [list(fx.map_arg(n.args[0], env.__getitem__)) for env in envs]
+            values = [next(f) for f in feeds] if n.op == "placeholder" else self._values(n, envs)
+            for env, v in zip(envs, values):
+                env[n] = v
+        raise AssertionError("the graph has no output")
+
+    def _values(self, n: fx.Node, envs: list[dict[fx.Node, Any]]) -> list[Any]:
+        if n.op == "get_attr":
+            return [operator.attrgetter(str(n.target))(self.gm)] * self.world
+        args = [fx.map_arg(n.args, env.__getitem__) for env in envs]
+        if n.target in _SIMULATED:
+            name = n.target.__name__.split(".")[0]  # type: ignore[union-attr]
+            many = name.endswith("_coalesced")
+            parts = zip(*(a[0] for a in args)) if many else [tuple(a[0] for a in args)]
+            op = args[0][1] if name.startswith("reduce") else None
+            assert args[0][-2] == self.world, f"{n.name} speaks of {args[0][-2]} ranks, there are {self.world}"
+            outs = [self._launch(list(p), op) for p in parts]
+            return [[o[r] for o in outs] if many else outs[0][r] for r in range(self.world)]
+        if n.target is c10d.wait_tensor.default:
+            return [self._wait(a[0]) for a in args]
+        if n.target is FREE:
+            for a in args:
+                a[0].fill_(float("nan"))
+            return [None] * self.world
+        kwargs = [fx.map_arg(n.kwargs, env.__getitem__) for env in envs]
+        return [n.target(*a, **k) for a, k in zip(args, kwargs)]  # type: ignore[operator]
+
+    def _launch(self, parts: list[Tensor], op: str | None) -> list[Tensor]:
+        assert all(p.dim() == 1 and p.is_contiguous() for p in parts), "collectives take flat, contiguous tensors"
+        if op is None:
+            results = [torch.cat(parts)] * self.world
+        else:
+            total = reduce_(parts, op)
+            results = list(total.chunk(self.world))
+        bufs = [torch.full_like(x, float("nan")) for x in results]
+        for b, x in zip(bufs, results):
+            self.flights[id(b)] = _Flight(x, [(p, p.clone()) for p in parts])
+        return bufs
+
+    def _wait(self, buf: Tensor) -> Tensor:
+        flight = self.flights.pop(id(buf), None)
+        assert flight is not None, "waited for something that no collective delivers, or twice"
+        for now, then in flight.sent:
+            assert torch.equal(now, then), "an input changed while its collective was in flight"
+        return buf.copy_(flight.result)
+
+
+_SIMULATED = (
+    c10d.all_gather_into_tensor.default,
+    c10d.all_gather_into_tensor_coalesced.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.reduce_scatter_tensor_coalesced.default,
+)
+
+
+def reduce_(parts: Iterable[Tensor], op: str) -> Tensor:
+    """Sum or mean over ranks, in the tensors' own dtype."""
+    parts = list(parts)
+    total = torch.stack(parts).sum(0)
+    return total / len(parts) if op == "avg" else total
+
+
+# --- running a program ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """Outputs of each rank, the whole gradient of each parameter (None: none), and the passes' results."""
+
+    outputs: list[list[Tensor]]
+    grads: dict[str, Tensor | None]
+    forward: Scheduled | None = None
+    backward: Scheduled | None = None
+
+
+def _passes(gm: fx.GraphModule, direction: str, plan: Plan, escaping: frozenset[str]) -> tuple[fx.GraphModule, Scheduled]:
+    """All passes; returned is the graph before lowering (with frees, which the simulated ranks obey)."""
+    seen: dict[str, fx.Graph] = {}
+
+    def watch(stage: str, graph: fx.Graph) -> None:
+        graph.lint()
+        if stage == "verify":
+            seen[stage] = copy.deepcopy(graph)
+
+    done = run_passes(gm.graph, direction, plan, escaping, watch)
+    return fx.GraphModule(gm, seen["verify"]), done
+
+
+def train(program: Program, plan: Plan, captured: Captured | None = None, style: str = "fx") -> Trained:
+    """Forward and backward on every rank, through all passes."""
+    got = captured or capture(program, style)
+    world = program.world
+    fw, bw = got.forward(), got.backward() if "backward" in got.graphs else None
+    names = [a.name if isinstance(a, fx.Node) else None for a in fw.graph.output_node().args[0]]
+    fw, fw_done = _passes(fw, "forward", plan, got.escaping)
+    outs = Ranks(fw, world).run([program.shards(r) + program.inputs_of(r) for r in range(world)])
+    if bw is None:
+        return Trained(outs, {}, fw_done)
+    wants = [n.name for n in bw.graph.nodes if n.op == "placeholder"]
+    count = sum(w.startswith("tangents") for w in wants)
+    args = []
+    for r in range(world):
+        saved = dict(zip(names[count:], outs[r][count:]))
+        saved.update({f"tangents_{i + 1}": t for i, t in enumerate(tangents(outs[r][:count]))})
+        args.append([saved[w] for w in wants])
+    bw, bw_done = _passes(bw, "backward", plan, got.escaping)
+    back = Ranks(bw, world).run(args)
+    grads: dict[str, Tensor | None] = {}
+    for i, s in enumerate(program.specs):
+        grads[s.fqn] = None if back[0][i] is None else unshard_all(s, [b[i] for b in back])
+    return Trained([o[:count] for o in outs], grads, fw_done, bw_done)
+
+
+def tangents(outs: Sequence[Tensor]) -> list[Tensor]:
+    """Fixed gradients of the outputs."""
+    gen = torch.Generator().manual_seed(7)
+    return [torch.randn(o.shape, generator=gen, dtype=o.dtype) for o in outs]
+
+
+def reference(program: Program) -> Trained:
+    """Plain eager PyTorch on whole parameters; gradients are reduced over ranks in the reduce dtype."""
+    outputs, found = [], []
+    for r in range(program.world):
+        full = {k: v.requires_grad_(k not in program.frozen) for k, v in program.full().items()}
+        used = {s.fqn: full[s.fqn].to(s.compute_dtype) for s in program.specs}  # one cast, as one marker has
+        out = program.fn(used.__getitem__, *program.inputs_of(r))
+        outs = list(out) if isinstance(out, tuple) else [out]
+        leaves = [full[s.fqn] for s in program.specs if s.fqn not in program.frozen]
+        mids = [used[s.fqn] for s in program.specs if s.fqn not in program.frozen]
+        del leaves
+        grads = torch.autograd.grad(outs, mids, tangents(outs), allow_unused=True)
+        found.append(dict(zip((s.fqn for s in program.specs if s.fqn not in program.frozen), grads)))
+        outputs.append([o.detach() for o in outs])
+    grads_of: dict[str, Tensor | None] = {}
+    for s in program.specs:
+        parts = [f.get(s.fqn) for f in found]
+        if any(p is None for p in parts):
+            grads_of[s.fqn] = None
+        else:
+            wire = s.dtype if s.dtype.is_complex else s.reduce_dtype
+            grads_of[s.fqn] = reduce_((p.to(wire) for p in parts if p is not None), s.reduce_op).to(s.dtype)
+    return Trained(outputs, grads_of)
+
+
+def assert_same(got: Trained, want: Trained, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+    """Outputs and gradients agree; parameters without a gradient agree on that."""
+    for g, w in zip(got.outputs, want.outputs):
+        torch.testing.assert_close(g, w, rtol=rtol, atol=atol)
+    assert {k: v is None for k, v in got.grads.items()} == {k: v is None for k, v in want.grads.items()}
+    for fqn, w in want.grads.items():
+        if w is not None:
+            torch.testing.assert_close(got.grads[fqn], w, rtol=rtol, atol=atol, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+
+
+def chain(depth: int, width: int = 3, world: int = 2, per_layer: int = 1, tail: int = 0, **kwargs: Any) -> Program:
+    """``x → tanh(x @ w0) → …``: ``depth`` layers of ``per_layer`` matrices ``width × width`` (the last row-count uneven)."""
+    specs = tuple(spec(f"layer{i}.w{j}", width, width, world=world, **kwargs) for i in range(depth) for j in range(per_layer))
+
+    def fn(read: Read, x: Any) -> Any:
+        for i in range(depth):
+            for j in range(per_layer):
+                x = torch.tanh(x @ read(f"layer{i}.w{j}"))
+        return x
+
+    dtype = kwargs.get("compute_dtype", kwargs.get("dtype", torch.float64))
+    return Program(fn, specs, (torch.empty(2, width, dtype=dtype),))
