@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.runtime.agree import agree
 from fsdp_compile.runtime.layout import make_layout
 from fsdp_compile.runtime.mesh import group_name, resolve_mesh
 from fsdp_compile.runtime.optimizers import repoint
-from fsdp_compile.runtime.sharding import FSDPState, fill, install, local_rows, make_flat, new_parameter, slot_view, state_of
+from fsdp_compile.runtime.reading import install
+from fsdp_compile.runtime.sharding import FSDPState, fill, local_rows, make_flat, new_parameter, slot_view, state_of
 from fsdp_compile.spec import ParamSpec, decode
 
 log = logging.getLogger("fsdp_compile")
@@ -55,11 +57,11 @@ def fully_shard(
         raise NotImplementedError(f"offload_policy {type(offload_policy).__name__}: shards stay on the device")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError(f"reshard_after_forward={reshard_after_forward!r}: only True, False or None")
-    policy = MixedPrecisionPolicy(param_dtype=mp_policy) if isinstance(mp_policy, torch.dtype) else mp_policy or MixedPrecisionPolicy()
-    owners = _owners(module, {id(p) for p in ignored_params or ()})
+    policy = policy_of(mp_policy)
+    owners = owners_of(module, {id(p) for p in ignored_params or ()})
     mesh = resolve_mesh(mesh, _device_type(owners))
     keep = reshard_after_forward is False
-    specs = {i: _spec(names[0][2], p, mesh, policy, reduce_op, keep) for i, (p, names) in owners.items()}
+    specs = specs_for(owners, group_name(mesh), mesh.size(), policy, reduce_op, keep)
     group = mesh.get_group()
     agree(group, "model", [*(s.encode() + f" trainable={owners[i][0].requires_grad}" for i, s in specs.items()), *_buffer_lines(module)], timeout_s)
     if sync_module_states:
@@ -67,7 +69,7 @@ def fully_shard(
     new_of, nbytes, padding = _build(owners, specs, mesh, sync_module_states)
     if sync_module_states and mesh.size() > 1:
         _broadcast_buffers(module, mesh)
-    state = FSDPState(mesh, frozenset(id(p) for p in ignored_params or ()), _module_classes(module), nbytes, padding)
+    state = FSDPState(mesh, frozenset(id(p) for p in ignored_params or ()), module_classes(module), nbytes, padding)
     names_of: dict[nn.Module, list[str]] = {}
     for i, (_, places) in owners.items():
         for m, name, _fqn in places:
@@ -78,14 +80,14 @@ def fully_shard(
     repoint(new_of, lambda t, new: _shard_like(t, new, mesh))
     for i, (p, _) in owners.items():
         _carry_over(p, new_of[i], mesh)
-    _add_casts(module, policy)
+    add_casts(module, policy)
     return module
 
 
 _Places = list[tuple[nn.Module, str, str]]
 
 
-def _owners(root: nn.Module, ignored: set[int]) -> dict[int, tuple[nn.Parameter, _Places]]:
+def owners_of(root: nn.Module, ignored: set[int]) -> dict[int, tuple[nn.Parameter, _Places]]:
     """``id(parameter)`` → the parameter and every (module, name, FQN) that holds it. Checks each parameter."""
     out: dict[int, tuple[nn.Parameter, _Places]] = {}
     for prefix, m in root.named_modules():
@@ -128,7 +130,28 @@ def _device_type(owners: dict[int, tuple[nn.Parameter, _Places]]) -> str | None:
     return next(iter(types), None)
 
 
-def _spec(fqn: str, p: nn.Parameter, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reduce_op: str, keep: bool) -> ParamSpec:
+def policy_of(mp_policy: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrecisionPolicy:
+    """The policy itself; a dtype stands for a policy that computes in it."""
+    if isinstance(mp_policy, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=mp_policy)
+    return mp_policy or MixedPrecisionPolicy()
+
+
+def specs_for(
+    owners: dict[int, tuple[nn.Parameter, _Places]],
+    group: str,
+    world: int,
+    policy: MixedPrecisionPolicy,
+    reduce_op: str,
+    keep: bool,
+) -> dict[int, ParamSpec]:
+    """``id(parameter)`` → its spec, for `owners_of`'s result. ``keep``: stay gathered between forward and backward."""
+    return {i: _spec(places[0][2], p, group, world, policy, reduce_op, keep) for i, (p, places) in owners.items()}
+
+
+def _spec(
+    fqn: str, p: nn.Parameter, group: str, world: int, policy: MixedPrecisionPolicy, reduce_op: str, keep: bool
+) -> ParamSpec:
     compute = policy.param_dtype or p.dtype
     reduce = policy.reduce_dtype or compute
     if p.is_complex():
@@ -140,8 +163,8 @@ def _spec(fqn: str, p: nn.Parameter, mesh: DeviceMesh, policy: MixedPrecisionPol
         dtype=p.dtype,
         compute_dtype=compute,
         reduce_dtype=reduce,
-        group=group_name(mesh),
-        world=mesh.size(),
+        group=group,
+        world=world,
         reduce_op=reduce_op,
         kind="shard" if p.dim() else "replicate",
         reshard=not keep,
@@ -232,7 +255,7 @@ def _warn_if_seeds_differ(mesh: DeviceMesh, owners: dict[int, tuple[nn.Parameter
         log.warning("ranks %s built the model with other initial values than rank 0; rank 0's are used (sync_module_states)", odd)
 
 
-def _module_classes(root: nn.Module) -> dict[str, tuple[str, ...]]:
+def module_classes(root: nn.Module) -> dict[str, tuple[str, ...]]:
     """Parameter FQN → ``"fqn:ClassName"`` of each module around it, outermost first (module-based bucketing reads it)."""
     out = {}
     named = dict(root.named_modules(remove_duplicate=False))
@@ -244,14 +267,20 @@ def _module_classes(root: nn.Module) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def _add_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """As in FSDP2: floating-point inputs of the root to ``param_dtype``, outputs to ``output_dtype``."""
+def add_casts(module: nn.Module, policy: MixedPrecisionPolicy) -> list[RemovableHandle]:
+    """As in FSDP2: floating-point inputs of the root to ``param_dtype``, outputs to ``output_dtype``. Returns the hooks' handles."""
     from torch.utils import _pytree as pytree
 
-    def cast(dtype: torch.dtype, tree: Any) -> Any:
+    def cast(dtype: torch.dtype | None, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
+    handles = []
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        module.register_forward_pre_hook(lambda m, a, k: (cast(policy.param_dtype, a), cast(policy.param_dtype, k)), with_kwargs=True)
+
+        def cast_inputs(m: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast(policy.param_dtype, args), cast(policy.param_dtype, kwargs)
+
+        handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
     if policy.output_dtype is not None:
-        module.register_forward_hook(lambda m, a, out: cast(policy.output_dtype, out))
+        handles.append(module.register_forward_hook(lambda m, a, out: cast(policy.output_dtype, out)))
+    return handles

@@ -13,13 +13,15 @@ from fsdp_compile import compat
 
 compat.check_torch_version()
 
-from fsdp_compile.frame import Frame, dump_to, specs_of  # noqa: E402
+from fsdp_compile.frame import Frame, specs_of  # noqa: E402
+from fsdp_compile.logs import backend_observer, configure  # noqa: E402
 from fsdp_compile.oneliner import plain_parameters, shard_owner  # noqa: E402
 from fsdp_compile.options import parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
 
 log = logging.getLogger("fsdp_compile")
 _frames = itertools.count()
+configure()
 
 
 def fsdp(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
@@ -33,6 +35,5 @@ def fsdp(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[
     if plain and shard_owner(plain, opts):
         compat.restart_dynamo("fsdp_compile sharded the model")
     frame = Frame(next(_frames), opts, module_paths(specs_of(gm)))
-    if opts.dump_graphs:
-        frame.observe = dump_to(opts.dump_graphs, frame.index)
+    frame.observe = backend_observer(frame.index, opts.dump_graphs)
     return frame.compile(gm, example_inputs)

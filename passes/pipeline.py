@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -16,7 +16,7 @@ from .bucket import BucketPlan, bucket
 from .graph_ops import positions
 from .insert import insert
 from .lower import lower
-from .roles import nodes_of
+from .roles import nodes_of, role_of
 from .schedule import SchedulePlan, gather_peak, schedule
 from .verify import Expectation, verify
 
@@ -30,8 +30,8 @@ Observer = Callable[[str, fx.Graph], None]
 class Plan:
     """Everything that the passes decide by; equal plans on equal graphs give equal schedules, on any rank."""
 
-    bucket: BucketPlan = BucketPlan()
-    schedule: SchedulePlan = SchedulePlan()
+    bucket: BucketPlan = field(default_factory=BucketPlan)
+    schedule: SchedulePlan = field(default_factory=SchedulePlan)
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def run_passes(
 
     Raises ValueError for a plan that cannot be kept and `ScheduleError` for a schedule that must not run."""
     show = observer or (lambda stage, g: None)
+    log.info("%s graph of %d nodes", direction, len(graph.nodes))
     show("markers", graph)
     inserted = _timed("insert", graph, show, lambda: insert(graph, direction))
     _timed("bucket", graph, show, lambda: bucket(graph, plan.bucket))
@@ -87,9 +88,13 @@ def run_passes(
 
 
 def _timed(name: str, graph: fx.Graph, show: Observer, run: Callable[[], object]) -> object:
-    before, start = len(graph.nodes), time.perf_counter()
+    loud = log.isEnabledFor(logging.INFO)
+    before = op_counts(graph) if loud else Counter()
+    start = time.perf_counter()
     result = run()
-    log.info("%-9s %7.1f ms  %+d nodes (%d)", name, 1e3 * (time.perf_counter() - start), len(graph.nodes) - before, len(graph.nodes))
+    ms = 1e3 * (time.perf_counter() - start)
+    if loud:
+        log.info("%-9s %7.1f ms  %4d nodes  %s", name, ms, len(graph.nodes), op_difference(before, op_counts(graph)))
     show(name, graph)
     return result
 
@@ -99,14 +104,17 @@ def collective_table(graph: fx.Graph) -> tuple[Collective, ...]:
 
     ``lead``: how many of the program's own operations run between launch and first wait: the compute that can hide it."""
     at = positions(graph)
-    ours = {n for n, _ in nodes_of(graph, *_ALL)}
+    first_wait: dict[str, int] = {}
+    computed = [0]  # how many of the program's operations stand before each position
+    for n in graph.nodes:
+        role = role_of(n)
+        computed.append(computed[-1] + (role is None and n.op == "call_function"))
+        if role is not None and role.kind in ("wait_gather", "wait_reduce"):
+            first_wait.setdefault(role.bucket, at[n])
     rows = []
     for launch, role in nodes_of(graph, "gather", "reduce"):
-        kinds = ("wait_gather",) if role.kind == "gather" else ("wait_reduce",)
-        waits = [at[n] for n, r in nodes_of(graph, *kinds) if r.bucket == role.bucket]
-        wait = min(waits)
+        wait = first_wait[role.bucket]
         first = launch.args[0][0] if isinstance(launch.args[0], (list, tuple)) else launch.args[0]
-        between = [n for n in graph.nodes if at[launch] < at[n] < wait and n not in ours and n.op == "call_function"]
         rows.append(
             Collective(
                 kind="all_gather" if role.kind == "gather" else "reduce_scatter",
@@ -117,7 +125,7 @@ def collective_table(graph: fx.Graph) -> tuple[Collective, ...]:
                 group=str(launch.args[-1]),
                 launch=at[launch],
                 wait=wait,
-                lead=len(between),
+                lead=computed[wait] - computed[at[launch]],
             )
         )
     return tuple(rows)
@@ -125,7 +133,19 @@ def collective_table(graph: fx.Graph) -> tuple[Collective, ...]:
 
 def op_counts(graph: fx.Graph) -> Counter[str]:
     """How often each operator stands in a graph."""
-    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+    return Counter(op_name(n) for n in graph.nodes if n.op in ("call_function", "call_method"))
 
 
-_ALL = ("cast", "gather", "item", "wait_gather", "unpack", "free", "pack", "reduce", "reduce_item", "wait_reduce", "grad")
+def op_name(node: fx.Node) -> str:
+    """A call's short name: ``aten.mm``, ``getitem``."""
+    if isinstance(node.target, str):
+        return node.target
+    if hasattr(node.target, "_schema"):
+        return str(node.target).removesuffix(".default")
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def op_difference(before: Counter[str], after: Counter[str]) -> str:
+    """Operators added and removed, for example ``"+1 _c10d_functional.wait_tensor, -1 fsdp_compile.unshard"``."""
+    changed = {name: after[name] - before[name] for name in sorted({*before, *after}) if after[name] != before[name]}
+    return ", ".join(f"{n:+d} {name}" for name, n in sorted(changed.items(), key=lambda x: -x[1])) or "no operator added or removed"
