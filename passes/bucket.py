@@ -60,11 +60,25 @@ def bucket(graph: fx.Graph, plan: BucketPlan) -> int:
             )
         assert launch.args
     count = 0
+    parts = _parts(graph)
     for kind, prefix, merge in (("gather", "ag", _merge_gathers), ("reduce", "rs", _merge_reduces)):
         for i, group in enumerate(_groups(graph, kind, plan), 1):
+            rest = [n for m in group for n in parts[m.role.bucket]]
             merge(graph, group, f"{prefix}{i}", plan.mode)
+            _relabel(rest, f"{prefix}{i}")
             count += 1
     return count
+
+
+def _parts(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Bucket → the nodes that outlive a merge (casts, views, frees). Taken before the first merge: new names repeat old ones."""
+    parts: dict[str, list[fx.Node]] = {}
+    for n in graph.nodes:
+        if (r := role_of(n)) is not None:
+            mine = parts.setdefault(r.bucket, [])
+            if r.kind in ("cast", "unpack", "free", "pack", "grad"):
+                mine.append(n)
+    return parts
 
 
 def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]:
@@ -77,7 +91,7 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
         (wait,) = (u for u in launch.users if role_of(u))
         label = plan.label_of.get(role.params[0])
         # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
-        key: tuple[Any, ...] = (launch.args[1:], launch.args[0].meta["val"].dtype, label)
+        key: tuple[Any, ...] = (launch.args[1:], launch.args[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
         limit = plan.limit if label is not None and kind == "gather" else None
         fits = (size + role.nbytes <= cap) if label is None else (limit is None or size + role.nbytes <= limit)
         if key == last_key and fits and _only_leaves(wait, kind):
@@ -88,6 +102,22 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
             size = role.nbytes
         last_key = key if _only_leaves(wait, kind) else None
     return groups
+
+
+def _apart(launch: fx.Node, wait: fx.Node, role: Role, mode: str) -> Any:
+    """What keeps a gather out of its neighbours' bucket: a shard that the graph computes, and, in a packed bucket (one buffer,
+    one free), a whole value that leaves the graph and is never freed."""
+    if role.kind != "gather":
+        return None
+    if not _from_placeholder(launch.args[0]):
+        return launch
+    return mode == "packed" and not any(r.kind == "free" for u in wait.users if (r := role_of(u)) is not None)
+
+
+def _from_placeholder(x: Any) -> bool:
+    while role_of(x) is not None:
+        x = x.args[0]
+    return x.op == "placeholder"
 
 
 def _in_use_order(graph: fx.Graph, kind: str) -> list[tuple[fx.Node, Role]]:
@@ -119,11 +149,10 @@ def _merged_role(group: list[_Member], name: str) -> Role:
     return replace(first, bucket=name, params=tuple(p for m in group for p in m.role.params), nbytes=sum(m.role.nbytes for m in group))
 
 
-def _relabel(graph: fx.Graph, old: set[str], role: Role, kinds: tuple[str, ...]) -> None:
+def _relabel(nodes: list[fx.Node], name: str) -> None:
     """Give the members' remaining nodes (casts, views, frees) the merged bucket's name."""
-    for n, r in nodes_of(graph, *kinds):
-        if r.bucket in old:
-            n.meta[KEY] = replace(r, bucket=role.bucket)
+    for n in nodes:
+        n.meta[KEY] = replace(n.meta[KEY], bucket=name)
 
 
 def _retire(graph: fx.Graph, group: list[_Member], values: list[fx.Node]) -> None:
@@ -136,10 +165,8 @@ def _retire(graph: fx.Graph, group: list[_Member], values: list[fx.Node]) -> Non
 
 def _merge_gathers(graph: fx.Graph, group: list[_Member], name: str, mode: str) -> None:
     role = _merged_role(group, name)
-    old = {m.role.bucket for m in group}
     if len(group) > 1:
-        at = positions(graph)
-        first = min((m.launch for m in group), key=at.__getitem__)
+        first = min(m.launch for m in group)
         inputs = [m.launch.args[0] for m in group]
         _move_up(inputs, first)
         world, pg = first.args[1], first.args[2]
@@ -161,7 +188,6 @@ def _merge_gathers(graph: fx.Graph, group: list[_Member], name: str, mode: str) 
     else:
         group[0].launch.meta[KEY] = role
         group[0].wait.meta[KEY] = replace(group[0].wait.meta[KEY], bucket=name)
-    _relabel(graph, old - {name}, role, ("cast", "unpack", "free"))
 
 
 def _packed_gather(graph: fx.Graph, inputs: list[Any], world: Any, pg: Any, role: Role) -> list[fx.Node]:
@@ -182,8 +208,7 @@ def _free_packed(graph: fx.Graph, role: Role, values: list[fx.Node]) -> None:
     """A packed bucket is one buffer: one free, after the last of its members' frees; none if a member leaves the graph."""
     frees = [u for v in values for u in v.users if (r := role_of(u)) is not None and r.kind == "free"]
     if len(frees) == len(values):
-        at = positions(graph)
-        last = max(frees, key=at.__getitem__)
+        last = max(frees)
         wait = values[0].args[0].args[0].args[0]  # type: ignore[union-attr]
         with graph.inserting_after(last):
             emit(graph, FREE, (wait,), role.of("free", nbytes=role.nbytes))
@@ -193,7 +218,6 @@ def _free_packed(graph: fx.Graph, role: Role, values: list[fx.Node]) -> None:
 
 def _merge_reduces(graph: fx.Graph, group: list[_Member], name: str, mode: str) -> None:
     role = _merged_role(group, name)
-    old = {m.role.bucket for m in group}
     if len(group) > 1:
         last = group[-1].launch
         inputs = [m.launch.args[0] for m in group]
@@ -225,7 +249,6 @@ def _merge_reduces(graph: fx.Graph, group: list[_Member], name: str, mode: str) 
     else:
         group[0].launch.meta[KEY] = role
         group[0].wait.meta[KEY] = replace(group[0].wait.meta[KEY], bucket=name)
-    _relabel(graph, old - {name}, role, ("pack", "grad"))
 
 
 def _after(wait: fx.Node) -> list[fx.Node]:

@@ -19,7 +19,15 @@ FREE = torch.ops.fsdp_compile.free.default
 
 # Ops that return their input, or part of it, when strides allow; their schema does not say so.
 _WAIT = {c10d.wait_tensor.default}
-_MAY_ALIAS = {aten.reshape.default, aten.contiguous.default, operator.getitem}
+_MAY_ALIAS = {
+    aten.reshape.default,
+    aten.contiguous.default,
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+    operator.getitem,
+}
 
 
 def emit(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], role: Role) -> fx.Node:

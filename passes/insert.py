@@ -18,7 +18,7 @@ from torch import fx
 from fsdp_compile.spec import ParamSpec, decode
 
 from .graph_ops import FREE, REDUCE_GRAD, UNSHARD, alias_closure, aten, c10d, emit, output_of, positions
-from .roles import Role, nodes_of
+from .roles import Role, nodes_of, role_of
 
 _cast = torch.ops.prims.convert_element_type.default
 
@@ -38,17 +38,30 @@ def insert(graph: fx.Graph, direction: str) -> Inserted:
         if node.op != "call_function" or node.target not in (UNSHARD, REDUCE_GRAD):
             continue
         spec = decode(node.args[1])
+        if node.target is UNSHARD and not node.users:
+            graph.erase_node(node)
+            continue
         with graph.inserting_before(node):
             if node.target is UNSHARD:
                 gathered.append(spec)
-                new = _expand_gather(graph, node.args[0], spec, Role("gather", f"ag{len(gathered)}", (spec.fqn,), direction))
+                new = _expand_gather(graph, node.args[0], spec, Role("gather", _name(spec, "ag", gathered), (spec.fqn,), direction))
             else:
                 reduced.append(spec)
-                new = _expand_reduce(graph, node.args[0], spec, Role("reduce", f"rs{len(reduced)}", (spec.fqn,), direction))
+                new = _expand_reduce(graph, node.args[0], spec, Role("reduce", _name(spec, "rs", reduced), (spec.fqn,), direction))
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+    _detach_gradients(graph)
     _insert_frees(graph)
     return Inserted(tuple(gathered), tuple(reduced))
+
+
+def _travels(spec: ParamSpec) -> bool:
+    return spec.world > 1 and spec.numel > 0
+
+
+def _name(spec: ParamSpec, prefix: str, before: list[ParamSpec]) -> str:
+    """A bucket's name; what needs no collective must not share one with a bucket that `bucket` numbers."""
+    return f"{prefix if _travels(spec) else 'local_' + prefix}{len(before)}"
 
 
 def _to(graph: fx.Graph, x: fx.Node, dtype: torch.dtype, role: Role) -> fx.Node:
@@ -60,7 +73,7 @@ def _expand_gather(graph: fx.Graph, shard: fx.Node, spec: ParamSpec, role: Role)
     if spec.compute_dtype.is_complex:
         x = emit(graph, aten.view_as_real.default, (x,), role.of("cast"))
         x = emit(graph, aten.reshape.default, (x, [-1]), role.of("cast"))
-    if spec.world > 1 and spec.numel:
+    if _travels(spec):
         launch = role.of("gather", nbytes=spec.gathered_bytes)
         x = emit(graph, c10d.all_gather_into_tensor.default, (x, spec.world, spec.group), launch)
         x = emit(graph, c10d.wait_tensor.default, (x,), role.of("wait_gather"))
@@ -79,7 +92,7 @@ def _expand_reduce(graph: fx.Graph, grad: fx.Node, spec: ParamSpec, role: Role) 
         x = emit(graph, aten.clone.default, (x,), pack)  # resolves a conjugate view
         x = emit(graph, aten.view_as_real.default, (x,), pack)
     x = _to(graph, x, spec.reduce_dtype, pack)
-    if spec.world > 1 and spec.numel:
+    if _travels(spec):
         x = emit(graph, aten.reshape.default, (x, [-1]), pack)
         pad = spec.padded_numel * spec.wire_factor - x.meta["val"].numel()
         if spec.kind == "replicate":
@@ -96,6 +109,18 @@ def _expand_reduce(graph: fx.Graph, grad: fx.Node, spec: ParamSpec, role: Role) 
         x = emit(graph, aten.reshape.default, (x, [-1, 2]), role.of("grad"))
         x = emit(graph, aten.view_as_complex.default, (x,), role.of("grad"))
     return _to(graph, x, spec.dtype, role.of("grad"))
+
+
+def _detach_gradients(graph: fx.Graph) -> None:
+    """Copy a gradient that is nothing but a view of a gathered parameter: it is packed after that parameter may be freed."""
+    gathered = set(alias_closure(n for n, _ in nodes_of(graph, "wait_gather")))
+    for pack, role in nodes_of(graph, "pack", "reduce"):
+        grad = pack.args[0]
+        if isinstance(grad, fx.Node) and grad in gathered and (role_of(grad) is None or role_of(grad).bucket != role.bucket):
+            with graph.inserting_before(pack):
+                copy = graph.call_function(aten.clone.default, (grad,))
+            copy.meta["val"] = grad.meta["val"]
+            pack.replace_input_with(grad, copy)
 
 
 def _insert_frees(graph: fx.Graph) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from .graph_ops import REDUCE_GRAD, UNSHARD, aten, is_alias_op
+from .graph_ops import REDUCE_GRAD, UNSHARD, alias_closure, aten, is_alias_op
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _UNARY = {aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default}
@@ -125,13 +125,8 @@ def escaping(graph: fx.Graph) -> frozenset[str]:
     """FQNs of parameters whose gathered value, or a view of it, is an output of a joint graph: the program returned it."""
     out = set()
     for node in graph.nodes:
-        if is_marker(node):
-            chain = {node}
-            for n in graph.nodes:
-                if is_alias_op(n) and any(a in chain for a in n.all_input_nodes):
-                    chain.add(n)
-            if any(u.op == "output" for n in chain for u in n.users):
-                out.add(decode(node.args[1]).fqn)
+        if is_marker(node) and any(u.op == "output" for n in alias_closure([node]) for u in n.users):
+            out.add(decode(node.args[1]).fqn)
     return frozenset(out)
 
 

@@ -12,12 +12,13 @@ later if the limit on gathered bytes says so. A reduction is launched as soon as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
-from .graph_ops import alias_closure, is_alias_op, output_of, positions, set_order
-from .roles import Role, role_of
+from .graph_ops import alias_closure, output_of, positions, set_order
+from .roles import GATHER_KINDS, REDUCE_KINDS, Role, role_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class _Gather:
     arrive: list[fx.Node]  # waits and the views and copies that make parameters of it
     frees: dict[int, list[fx.Node]]  # compute position → frees that follow it
     first: int  # compute position of the first real use
+    ready: int = 0  # compute position before which its shards do not exist (0: they are inputs)
 
 
 @dataclass
@@ -54,66 +56,97 @@ class _Reduce:
     nbytes: int
     launch: list[fx.Node]
     arrive: list[fx.Node]
-    ready: int  # compute position after which all its gradients exist
+    ready: int  # compute position before which not all of its gradients exist
     needed: int  # compute position that reads its result (the end, normally)
 
 
 def schedule(graph: fx.Graph, plan: SchedulePlan) -> None:
-    """Reorder ``graph`` in place. Raises ValueError if a dependency makes the order impossible (a bug in a pass)."""
-    at = positions(graph)
-    out = output_of(graph)
-    owned = _owned(graph)
-    compute = [n for n in graph.nodes if n not in owned and n is not out]
-    place = {n: i for i, n in enumerate(compute)}
-    place[out] = len(compute)
-    gathers = _collect_gathers(graph, owned, place, at)
-    reduces = _collect_reduces(graph, place)
-    attached = _attached_views(owned, place)
-    entry = sum(1 for n in compute if n.op in ("placeholder", "get_attr"))
+    """Reorder ``graph`` in place. Raises ValueError, with the least possible limit, if ``plan.limit_gathers`` cannot be kept, and
+    if a dependency makes the order impossible (a bug in a pass)."""
+    work = _Work(graph)
+    order = _place(work, plan)
+    limit = plan.limit_gathers
+    if limit is not None and _peak(order) > limit:
+        least = _peak(_place(work, SchedulePlan(0, None, plan.limit_reduces)))
+        if least > limit:
+            raise ValueError(
+                f"limit_all_gathers={limit} is too small for this graph: with these buckets its operations need {least} gathered "
+                f"bytes at once; raise it to at least {least}, or make the buckets smaller (bucket_bytes)"
+            )
+    set_order(graph, order)
+
+
+class _Work:
+    """What there is to place: the program's operations in their order, and our nodes by bucket."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        at = positions(graph)
+        owned = _owned(graph)
+        self.out = output_of(graph)
+        self.compute = [n for n in graph.nodes if n not in owned and n is not self.out]
+        self.place = {n: i for i, n in enumerate(self.compute)}
+        self.place[self.out] = len(self.compute)
+        self.entry = max((i + 1 for n, i in self.place.items() if n.op == "placeholder"), default=0)
+        self.gathers = _collect_gathers(owned, self.place, at)
+        self.reduces = sorted(_collect_reduces(graph, self.place), key=lambda r: (r.ready, at[r.launch[-1]]))
+        self.attached = _attached_views(owned, self.place)
+        self.arriving: dict[int, list[fx.Node]] = {}
+        self.freed: dict[int, list[fx.Node]] = {}
+        for g in self.gathers:
+            self.arriving.setdefault(g.first, []).extend(g.arrive)
+            for i, frees in g.frees.items():
+                self.freed.setdefault(i, []).extend(frees)
+
+
+def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
+    """The whole order, under ``plan``. A limit delays launches, never beyond their first use."""
     order: list[fx.Node] = []
-    todo, alive, flying = list(gathers), 0, []
-    to_reduce = sorted(reduces, key=lambda r: (r.ready, at[r.launch[-1]]))
-    limit_reduces = plan.limit_reduces or 2 * max((r.nbytes for r in reduces), default=0)
+    gathers, compute, end = work.gathers, work.compute, len(work.compute)
+    next_gather = next_reduce = alive = in_flight = 0
+    flying: list[_Reduce] = []
+    limit_reduces = plan.limit_reduces or 2 * max((r.nbytes for r in work.reduces), default=0)
 
     def land(group: list[_Reduce]) -> None:
+        nonlocal in_flight
         for r in group:
             order.extend(r.arrive)
             flying.remove(r)
+            in_flight -= r.nbytes
 
-    for i in range(len(compute) + 1):
-        if i >= entry:
-            while todo:  # launches whose time has come
-                g = todo[0]
-                ahead = len(gathers) - len(todo) - plan.prefetch
+    for i in range(end + 1):
+        if i >= work.entry:
+            while next_gather < len(gathers):  # launches whose time has come
+                g = gathers[next_gather]
+                ahead = next_gather - plan.prefetch
                 due = ahead < 0 or gathers[ahead].first <= i  # the first ones at the graph's entry, whatever runs before their use
                 fits = plan.limit_gathers is None or alive + g.nbytes <= plan.limit_gathers
-                if g.first > i and not (due and fits):
+                if g.first > i and not (due and fits and g.ready <= i):
                     break
                 order.extend(g.launch)
                 alive += g.nbytes
-                todo.pop(0)
-            land([r for r in flying if r.needed <= i and i < len(compute)])
-        for g in gathers:
-            if g.first == i or (i == len(compute) and g.first > i):
-                order.extend(g.arrive)
-        if i == len(compute):
+                next_gather += 1
+            while next_reduce < len(work.reduces) and work.reduces[next_reduce].ready <= i:
+                r = work.reduces[next_reduce]
+                while flying and in_flight + r.nbytes > limit_reduces:
+                    land([flying[0]])
+                order.extend(r.launch)
+                flying.append(r)
+                in_flight += r.nbytes
+                next_reduce += 1
+            land([r for r in flying if r.needed <= i < end])
+        order.extend(work.arriving.get(i, ()))
+        node = compute[i] if i < end else work.out
+        order.extend(work.attached.get(node, ()))
+        if node is work.out:
             break
-        order.extend(attached.get(compute[i], ()))
-        order.append(compute[i])
-        for g in gathers:
-            for f in g.frees.get(i, ()):
-                order.append(f)
-                alive -= _nbytes(f)
-        while to_reduce and to_reduce[0].ready <= i:
-            r = to_reduce.pop(0)
-            while flying and sum(f.nbytes for f in flying) + r.nbytes > limit_reduces:
-                land([flying[0]])
-            order.extend(r.launch)
-            flying.append(r)
+        order.append(node)
+        for f in work.freed.get(i, ()):
+            order.append(f)
+            alive -= _nbytes(f)
     land(list(flying))
-    order.extend(attached.get(out, ()))
-    order.append(out)
-    set_order(graph, order)
+    order.extend(work.freed.get(end, ()))
+    order.append(work.out)
+    return order
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -158,29 +191,30 @@ def _in_dependency_order(nodes: list[fx.Node]) -> list[fx.Node]:
     return order
 
 
-def _collect_gathers(graph: fx.Graph, owned: dict[fx.Node, None], place: dict[fx.Node, int], at: dict[fx.Node, int]) -> list[_Gather]:
+def _collect_gathers(owned: dict[fx.Node, None], place: dict[fx.Node, int], at: dict[fx.Node, int]) -> list[_Gather]:
     found: dict[str, _Gather] = {}
+    frees: dict[str, list[fx.Node]] = {}
     roles: list[tuple[fx.Node, Role]] = [(n, r) for n in owned if (r := role_of(n)) is not None]
-    local = "(no collective)"
+    end = len(place) - 1
     for n, r in sorted(roles, key=lambda x: at[x[0]]):
-        if r.kind not in ("cast", "gather", "item", "wait_gather", "unpack", "free"):
+        if r.kind not in GATHER_KINDS:
             continue
-        name = r.bucket
-        g = found.setdefault(name, _Gather(name, 0, [], [], {}, len(place)))
+        g = found.setdefault(r.bucket, _Gather(r.bucket, 0, [], [], {}, end))
         if r.kind in ("cast", "gather", "item"):
             g.launch.append(n)
             g.nbytes += r.nbytes
-        elif r.kind in ("wait_gather", "unpack"):
+            g.ready = max([g.ready, *(place[a] + 1 for a in n.all_input_nodes if a in place)])
+        elif r.kind == "free":
+            frees.setdefault(r.bucket, []).append(n)
+        else:
             g.arrive.append(n)
     for name, g in found.items():
-        assert name != local
         reads = [place[u] for n in alias_closure([*g.launch, *g.arrive]) for u in n.users if u in place]
-        g.first = min(reads, default=len(place) - 1)
-        for n, r in roles:
-            if r.kind == "free" and r.bucket == name:
-                uses = [place[u] for a in alias_closure(n.all_input_nodes) for u in a.users if u in place]
-                g.frees.setdefault(max(uses, default=g.first), []).append(n)
-    return sorted(found.values(), key=lambda g: (g.first, at[g.launch[0]] if g.launch else 0))
+        g.first = min(reads, default=end)
+        for n in frees.get(name, ()):
+            uses = [place[u] for a in alias_closure(n.all_input_nodes) for u in a.users if u in place]
+            g.frees.setdefault(max(uses, default=g.first), []).append(n)
+    return sorted(found.values(), key=lambda g: (g.first, at[(g.launch or g.arrive)[0]]))
 
 
 def _collect_reduces(graph: fx.Graph, place: dict[fx.Node, int]) -> list[_Reduce]:
@@ -188,13 +222,13 @@ def _collect_reduces(graph: fx.Graph, place: dict[fx.Node, int]) -> list[_Reduce
     end = len(place) - 1
     for n in graph.nodes:
         r = role_of(n)
-        if r is None or r.kind not in ("pack", "reduce", "reduce_item", "wait_reduce", "grad"):
+        if r is None or r.kind not in REDUCE_KINDS:
             continue
         g = found.setdefault(r.bucket, _Reduce(0, [], [], 0, end))
         if r.kind in ("pack", "reduce", "reduce_item"):
             g.launch.append(n)
             g.nbytes += r.nbytes
-            g.ready = max([g.ready, *(place[a] for a in n.all_input_nodes if a in place)])
+            g.ready = max([g.ready, *(place[a] + 1 for a in n.all_input_nodes if a in place)])
         else:
             g.arrive.append(n)
         if r.kind in ("wait_reduce", "grad", "pack"):
@@ -204,8 +238,12 @@ def _collect_reduces(graph: fx.Graph, place: dict[fx.Node, int]) -> list[_Reduce
 
 def gather_peak(graph: fx.Graph) -> int:
     """Most bytes of gathered buffers alive at once, by the graph's own order of launches and frees."""
+    return _peak(graph.nodes)
+
+
+def _peak(order: Iterable[fx.Node]) -> int:
     alive = peak = 0
-    for n in graph.nodes:
+    for n in order:
         r = role_of(n)
         if r is not None and r.kind == "gather":
             alive += r.nbytes
@@ -213,8 +251,3 @@ def gather_peak(graph: fx.Graph) -> int:
         elif r is not None and r.kind == "free":
             alive -= r.nbytes
     return peak
-
-
-def uses_alias(node: fx.Node) -> bool:
-    """Kept for interactive use: whether ``node`` only renames memory."""
-    return is_alias_op(node)
