@@ -30,9 +30,20 @@ def token_loss(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.float().flatten(0, 1), target.flatten())
 
 
-def mlp(width: int = 10, hidden: int = 14) -> nn.Module:
+class MLP(nn.Module):
+    """Three layers. (`nn.Sequential` alone will not do: its ``compile()`` method is one that Dynamo skips.)"""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.gelu(self.b(F.gelu(self.a(x)))))
+
+
+def mlp(width: int = 10, hidden: int = 14, out: int = 3) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, 3))
+    return MLP(width, hidden, out)
 
 
 def vector_batch(step: int, rows: int = 12, width: int = 10, out: int = 3) -> tuple[Tensor, Tensor]:
