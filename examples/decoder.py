@@ -127,6 +127,12 @@ def build(*, vocab: int, dim: int, layers: int, heads: int, ffn: int, seq: int) 
     return Decoder(DecoderConfig(vocab=vocab, dim=dim, layers=layers, heads=heads, ffn=ffn, seq=seq))
 
 
+def example() -> tuple[Decoder, tuple[Tensor]]:
+    """A small decoder and its inputs; for `fsdp-compile explain examples/decoder.py:example`."""
+    config = DecoderConfig()
+    return Decoder(config), (torch.zeros(2, config.seq, dtype=torch.long),)
+
+
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats per token, always in float32; logits [B, T, V], targets [B, T]."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

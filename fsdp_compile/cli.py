@@ -100,5 +100,36 @@ def bench(
         raise SystemExit(1)
 
 
+@main.command()
+@click.argument("factory", metavar="FILE.py:FUNCTION")
+@_size("world-size", 8, "Ranks to plan for; none of them is started.")
+@click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"mp_policy": "bfloat16"}'.""")
+@click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory.")
+@click.option("--inference", is_flag=True, help="Under no_grad: no backward graph, no reductions.")
+@click.option("--diff", "diffs", multiple=True, metavar="STAGE", help="Show what a pass did to each graph; repeatable.")
+@click.option("--save", type=click.Path(file_okay=False, path_type=Path), help="Write every graph into this folder.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
+def explain(
+    factory: str,
+    world_size: int,
+    options: str | None,
+    meta: bool,
+    inference: bool,
+    diffs: tuple[str, ...],
+    save: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Show what torch.compile(model, backend="fsdp") would do: buckets, memory, traffic, graphs.
+
+    FUNCTION takes no arguments and returns (model, inputs), inputs being a tuple. Nothing is launched.
+    """
+    from . import explain_command
+
+    try:
+        explain_command.run(factory, world_size, options, meta, inference, diffs, save, json_file)
+    except explain_command.CommandError as error:
+        raise click.ClickException(str(error)) from error
+
+
 if __name__ == "__main__":
     main()
