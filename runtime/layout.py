@@ -11,6 +11,7 @@ The padding that DTensor's chunks need is inside each shard; between shards ther
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class FlatLayout:
     def padding_bytes(self) -> int:
         """Bytes of the buffer on each rank beyond an exact 1/world share of every parameter (negative parts excluded)."""
         exact = sum(s.spec.numel / (s.spec.world if s.spec.kind == "shard" else 1) for s in self.slots)
-        return int(self.nbytes - exact * self.dtype.itemsize)
+        return math.ceil(self.nbytes - exact * self.dtype.itemsize)
 
 
 def make_layout(specs: list[ParamSpec]) -> FlatLayout:

@@ -161,3 +161,40 @@ def check(
     for run in runs:
         assert_close(run, want, tol)
     return runs
+
+
+def train_alike(
+    plain: nn.Module,
+    model: Callable[..., Tensor],
+    batches: list[tuple[Tensor, ...]],
+    loss: Callable[..., Tensor],
+    *,
+    module: nn.Module | None = None,
+    tol: float = 1e-5,
+    lr: float = 0.1,
+) -> None:
+    """Inside a worker: train ``plain`` on each whole batch and ``model`` on this rank's part; assert equal losses and parameters.
+
+    ``module``: the module whose parameters are trained, if ``model`` is a function around it. Frozen parameters stay bit-identical."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inner: nn.Module = module if module is not None else model  # type: ignore[assignment]
+    inner = getattr(inner, "_orig_mod", inner)
+    frozen = {n: full(p) for n, p in inner.named_parameters() if not p.requires_grad}
+    opt, opt_plain = (torch.optim.SGD(m.parameters(), lr=lr, foreach=False) for m in (inner, plain))
+    for x, y in batches:
+        want = loss(plain(x), y)
+        want.backward()
+        got = loss(model(part(x, rank, world)), part(y, rank, world))
+        got.backward()
+        mean = got.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / world, want.detach(), rtol=tol, atol=tol)
+        for o in (opt, opt_plain):
+            o.step()
+            o.zero_grad()
+    names = dict(inner.named_parameters())
+    assert list(names) == [n for n, _ in plain.named_parameters()]
+    for n, p in plain.named_parameters():
+        torch.testing.assert_close(full(names[n]).to(p.dtype), p.detach(), rtol=0, atol=tol, msg=lambda m, n=n: f"{n}: {m}")
+    for n, v in frozen.items():
+        assert torch.equal(full(names[n]), v), f"frozen {n} changed"
