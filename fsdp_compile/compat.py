@@ -272,3 +272,11 @@ def leave_meta(gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
                 torch.device, lambda d: cpu if d == meta else d, (node.args, node.kwargs)
             )
         module.recompile()
+
+
+def become(p: torch.Tensor, new: torch.Tensor) -> None:
+    """Make the DTensor parameter ``p`` hold what ``new`` holds, keeping the Python object, as ``module.to`` does for plain ones.
+
+    `torch.utils.swap_tensors` refuses tensors with weak references, which ours and Dynamo's guards hold."""
+    torch._C._swap_tensor_impl(p, new)
+    p._local_tensor, p._spec = new._local_tensor, new._spec  # type: ignore[attr-defined]

@@ -25,9 +25,18 @@ def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None
         leaf.grad = None
         if g is None or owner is None:  # the hook also fires when a graph gave no gradient
             return
-        local = owner._local_tensor  # type: ignore[attr-defined]
-        part = g if g.numel() == local_numel else g[:local_numel]
-        accumulate(owner, part if part.shape == local.shape else part.view(local.shape))
+        if not owner.requires_grad:
+            # Frozen since the graph was compiled: drop this gradient, and let the next read go through the parameter itself.
+            for module in owner._fsdp_owners:  # type: ignore[attr-defined]
+                module._fsdp_leaves.update({n: None for n, q in module._parameters.items() if q is owner})
+            return
+        shape = owner._local_tensor.shape  # type: ignore[attr-defined]
+        if g.shape != shape:
+            g = (g if g.numel() == local_numel else g[:local_numel]).view(shape)
+        if owner.grad is None and not owner._backward_hooks and not owner._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            owner.grad = compat.dtensor_like(g, owner)  # the hot path
+        else:
+            accumulate(owner, g)
 
     return hook
 

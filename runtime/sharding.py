@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from dataclasses import dataclass
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_compile import compat
 from fsdp_compile.spec import ParamSpec, decode
 
 from .grads import move_grad_hook
 from .layout import FlatLayout
-from .ops import unshard
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,34 @@ def make_flat(layout: FlatLayout, device: torch.device) -> Tensor:
     return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
 
 
+def _copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
+    """An independent copy of a sharded parameter: values, gradient and the user's attributes, with a leaf of its own."""
+    if id(p) in memo:
+        return memo[id(p)]
+    adopt(p)
+    new = new_parameter(p._fsdp_shard.detach().clone(), decode(p._fsdp_spec), p.device_mesh, p.requires_grad)
+    memo[id(p)] = new
+    if p.grad is not None:
+        new.grad = p.grad.clone()
+    for k, v in p.__dict__.items():
+        if k not in new.__dict__ and not k.startswith("_dynamo"):
+            new.__dict__[k] = copy.deepcopy(v, memo)
+    return new
+
+
 def attach(p: nn.Parameter, shard: Tensor, spec: ParamSpec) -> None:
     """Make ``shard`` the leaf behind ``p`` and install the hook that moves gradients."""
-    leaf = nn.Parameter(shard, requires_grad=p.requires_grad)  # a Parameter: Dynamo keeps its shape static
+    # A Parameter, so that Dynamo keeps its shape static. It always requires grad: reading a frozen parameter detaches.
+    leaf = nn.Parameter(shard, requires_grad=True)
     leaf._fsdp_is_shard = True  # type: ignore[attr-defined]
     p._fsdp_shard = leaf  # type: ignore[attr-defined]
-    p._fsdp_spec = spec.encode()  # type: ignore[attr-defined]
-    if leaf.is_floating_point() or leaf.is_complex():
-        needs = leaf.requires_grad
-        leaf.requires_grad_(True)
-        leaf.register_post_accumulate_grad_hook(move_grad_hook(p, p._local_tensor.numel()))  # type: ignore[attr-defined]
-        leaf.requires_grad_(needs)
+    p._fsdp_spec = leaf._fsdp_spec = spec.encode()  # type: ignore[attr-defined]
+    p._fsdp_owners = weakref.WeakSet()  # type: ignore[attr-defined]
+    ref = weakref.ref(p)
+    leaf._fsdp_of = ref  # type: ignore[attr-defined]
+    # On the instance, where copy.deepcopy looks first: Tensor's own would copy leaf and local tensor apart, and fails on a DTensor.
+    p.__deepcopy__ = lambda memo: _copy(ref(), memo)  # type: ignore[attr-defined,method-assign]
+    leaf.register_post_accumulate_grad_hook(move_grad_hook(p, p._local_tensor.numel()))  # type: ignore[attr-defined]
 
 
 def new_parameter(shard: Tensor, spec: ParamSpec, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
@@ -98,6 +116,29 @@ def new_parameter(shard: Tensor, spec: ParamSpec, mesh: DeviceMesh, requires_gra
     return p
 
 
+@torch.no_grad()
+def convert(p: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """What ``module.to(...)`` does to a sharded parameter: ``fn`` on its shard; the parameter object stays the same.
+
+    Raises ValueError if ``fn`` moves it to a device that its mesh does not span."""
+    adopt(p)
+    old, spec, mesh = p._fsdp_shard.detach(), decode(p._fsdp_spec), p.device_mesh
+    shard = fn(old)
+    if shard is old or (shard.data_ptr() == old.data_ptr() and shard.dtype == old.dtype and shard.device == old.device and old.numel()):
+        return
+    if shard.device.type not in ("meta", mesh.device_type):
+        raise ValueError(f"parameter {spec.fqn!r} is sharded over a mesh on {mesh.device_type!r} and cannot move to {shard.device}; move the model first")
+    if shard.dtype != spec.dtype:
+        spec = _with_dtype(spec, shard.dtype)
+    grad = None if p.grad is None else fn(p.grad._local_tensor)
+    shard[p._local_tensor.numel() :].zero_()
+    new = new_parameter(shard, spec, mesh, p.requires_grad)
+    compat.become(p, new)
+    attach(p, shard, spec)
+    if grad is not None:
+        p.grad = compat.dtensor_like(grad, p)
+
+
 def adopt(p: Tensor | None) -> bool:
     """Give ``p`` a leaf again if something (``to``, ``load_state_dict(assign=True)``, ``deepcopy``) replaced its local tensor.
 
@@ -107,28 +148,22 @@ def adopt(p: Tensor | None) -> bool:
         return False
     local, leaf = p._local_tensor, getattr(p, "_fsdp_shard", None)
     spec = decode(p._fsdp_spec)
-    same = leaf is not None and leaf.device == local.device and leaf.dtype == local.dtype
+    same = leaf is not None and leaf._fsdp_of() is p and leaf.device == local.device and leaf.dtype == local.dtype
     if same and local.numel() and not local.is_meta:
         same = leaf.data_ptr() == local.data_ptr()
-    if same and leaf.requires_grad == p.requires_grad:
+    if same:
         return False
     if local.dtype != spec.dtype:
         spec = _with_dtype(spec, local.dtype)
-    if not same:
-        with torch.no_grad():
-            shard = torch.zeros(spec.shard_numel, dtype=local.dtype, device=local.device)
-            shard[: local.numel()].copy_(local.reshape(-1))
-            p._local_tensor = shard.detach()[: local.numel()].view(local.shape)
-    else:
-        assert leaf is not None
-        shard = leaf.detach()
+    with torch.no_grad():
+        shard = torch.zeros(spec.shard_numel, dtype=local.dtype, device=local.device)
+        shard[: local.numel()].copy_(local.reshape(-1))
+        p._local_tensor = shard.detach()[: local.numel()].view(local.shape)
     attach(p, shard, spec)  # type: ignore[arg-type]
     return True
 
 
 def _with_dtype(spec: ParamSpec, dtype: torch.dtype) -> ParamSpec:
-    from dataclasses import replace
-
     same_compute = spec.compute_dtype == spec.dtype
     same_reduce = spec.reduce_dtype == spec.dtype
     return replace(
@@ -165,93 +200,3 @@ def fill(shard: Tensor, full: Tensor, spec: ParamSpec, mesh: DeviceMesh, sync: b
     if rank == 0:
         parts = [local_rows(full, spec, r).to(shard.device).contiguous().view(torch.uint8) for r in range(size)]
     dist.scatter(shard.view(torch.uint8), parts, src=dist.get_global_rank(group, 0), group=group)
-
-
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-
-def _whole(p: Any) -> Tensor:
-    """The whole parameter, differentiable. Traced by Dynamo: keep it to attribute reads and the one operator."""
-    w = unshard(p._fsdp_shard, p._fsdp_spec)
-    return w if p.requires_grad else w.detach()
-
-
-def _reader(name: str) -> property:
-    def read(self: nn.Module) -> Any:
-        if torch.compiler.is_compiling():
-            p = self._parameters[name]
-            return p if p is None else _whole(p)
-        return _read_eager(self, name)
-
-    return property(read)
-
-
-def _read_eager(module: nn.Module, name: str) -> Any:
-    if name not in module._parameters:
-        return nn.Module.__getattr__(module, name)
-    p = module._parameters[name]
-    if not isinstance(p, DTensor) or not _in_forward(module):
-        return p
-    adopt(p)
-    return _whole(p)
-
-
-def _in_forward(module: nn.Module) -> bool:
-    """Whether a module of the same sharded model is being called, further up on this thread's stack.
-
-    Only ``nn.Module.__call__`` counts: initialisers, ``print`` and user loops that read a parameter get the DTensor."""
-    state = state_of(module)
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name in _CALL_FRAMES or frame.f_code.co_name.startswith("torch_dynamo_resume_in_"):
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, nn.Module) and state_of(caller) is state:
-                return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_CALL_FRAMES = frozenset({"_call_impl", "_wrapped_call_impl"})
-
-
-class _Sharded:
-    """Mixed into the class of each sharded module: keeps leaves in step with what replaces parameters."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        out = super()._apply(fn, recurse)  # type: ignore[misc]
-        _readopt(self)  # type: ignore[arg-type]
-        return out
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        _readopt(self)  # type: ignore[arg-type]
-
-
-def _readopt(module: nn.Module) -> None:
-    for name, p in module._parameters.items():
-        if isinstance(p, DTensor) and not hasattr(p, "_fsdp_spec"):
-            raise RuntimeError(
-                f"parameter {name!r} of {type(module).__name__} was replaced by another DTensor; change its values in place instead"
-            )
-        adopt(p)
-
-
-@functools.cache
-def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``cls`` with a property for each parameter name. Cached: the properties close over nothing but the names."""
-    body: dict[str, Any] = {n: _reader(n) for n in names}
-    body["__module__"] = cls.__module__
-    body["__qualname__"] = f"FSDP{cls.__qualname__}"
-    return type(f"FSDP{cls.__name__}", (_Sharded, cls), body)
-
-
-def install(module: nn.Module, names: tuple[str, ...], state: FSDPState) -> None:
-    """Switch ``module`` to its sharded class."""
-    module.__dict__["_fsdp_state"] = state
-    if names:
-        module.__class__ = sharded_class(type(module), names)
-        module.register_load_state_dict_post_hook(_after_load)
-
-
-def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
-    _readopt(module)

@@ -1,0 +1,160 @@
+"""Reading a sharded module's parameters: a property for each name, traced or eager, and what keeps it in step.
+
+::
+
+    module.weight   in a trace            unshard(leaf, spec)
+                    in an eager forward   the whole tensor, differentiable
+                    anywhere else         the DTensor
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .ops import unshard
+from .sharding import FSDPState, adopt, convert, state_of
+
+_CALL_FRAMES = frozenset({"_call_impl", "_wrapped_call_impl"})
+
+
+def _whole(p: Any) -> Tensor:
+    """The whole parameter, differentiable if the parameter is trainable."""
+    w = unshard(p._fsdp_shard, p._fsdp_spec)
+    return w if p.requires_grad else w.detach()
+
+
+def _read(module: Any, name: str) -> Any:
+    """What the properties call. Dynamo traces it: every attribute that it reads becomes a guard, so it reads few.
+
+    A trainable parameter's leaf comes from a side table, because a guard on a DTensor costs ten times one on a plain tensor. A frozen one is
+    read through the DTensor itself, whose ``requires_grad`` is then guarded."""
+    if not torch.compiler.is_compiling():
+        return _read_eager(module, name)
+    leaf = module._fsdp_leaves[name]
+    if leaf is not None:
+        return unshard(leaf, leaf._fsdp_spec)
+    p = module._parameters[name]
+    return p if p is None else _whole(p)
+
+
+def _read_eager(module: nn.Module, name: str) -> Any:
+    if name not in module._parameters:
+        return nn.Module.__getattr__(module, name)
+    p = module._parameters[name]
+    if not isinstance(p, DTensor) or not _in_forward(module):
+        return p
+    if adopt(p):
+        fill_table(module)
+    return _whole(p)
+
+
+def _in_forward(module: nn.Module) -> bool:
+    """Whether a module of the same sharded model is being called, further up on this thread's stack.
+
+    Only ``nn.Module.__call__`` counts: initialisers, ``print`` and user loops that read a parameter get the DTensor."""
+    state = state_of(module)
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _CALL_FRAMES or frame.f_code.co_name.startswith("torch_dynamo_resume_in_"):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, nn.Module) and state_of(caller) is state:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Sharded:
+    """Mixed into the class of each sharded module: keeps leaves in step with what replaces parameters."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held = dict(self._parameters)  # type: ignore[attr-defined]
+        mine = [n for n, p in held.items() if hasattr(p, "_fsdp_spec")]
+        self._parameters.update(dict.fromkeys(mine))  # type: ignore[attr-defined]  # torch would swap tensors, which weak references forbid
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            self._parameters.update({n: held[n] for n in mine})  # type: ignore[attr-defined]
+        for n in mine:
+            convert(held[n], fn)
+        fill_table(self)  # type: ignore[arg-type]
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        readopt(self)  # type: ignore[arg-type]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        out = super().requires_grad_(requires_grad)  # type: ignore[misc]
+        for m in self.modules():  # type: ignore[attr-defined]
+            fill_table(m)
+        return out
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        old = self._parameters.get(name)  # type: ignore[attr-defined]
+        if old is not None and param is not None and hasattr(old, "_fsdp_spec") and not hasattr(param, "_fsdp_spec"):
+            if not isinstance(param, DTensor) or param.shape != old.shape or param.placements != old.placements:
+                raise RuntimeError(
+                    f"parameter {name!r} of {type(self).__name__} is sharded and cannot be replaced by a plain tensor; copy the new "
+                    "values into it under torch.no_grad(), or load a state dict"
+                )
+            param._fsdp_spec = old._fsdp_spec  # type: ignore[attr-defined]
+            adopt(param)
+        super().register_parameter(name, param)  # type: ignore[misc]
+        fill_table(self)  # type: ignore[arg-type]
+
+
+def fill_table(module: nn.Module) -> None:
+    """Set the module's name → leaf table: the leaf of a trainable parameter, None for what is read through the parameter itself."""
+    if state_of(module) is not None:
+        leaves = {n: p._fsdp_shard if p is not None and hasattr(p, "_fsdp_shard") and p.requires_grad else None for n, p in module._parameters.items()}
+        module.__dict__["_fsdp_leaves"] = leaves
+        for n, p in module._parameters.items():
+            if leaves[n] is not None:
+                p._fsdp_owners.add(module)  # type: ignore[union-attr]
+
+
+def readopt(module: nn.Module) -> None:
+    """Give the module's parameters their leaves again after something replaced them."""
+    for name, p in module._parameters.items():
+        if isinstance(p, DTensor) and not hasattr(p, "_fsdp_spec"):
+            raise RuntimeError(
+                f"parameter {name!r} of {type(module).__name__} was replaced by another DTensor; change its values in place instead"
+            )
+        adopt(p)
+    fill_table(module)
+
+
+@functools.cache
+def _property(name: str) -> property:
+    """A property whose code holds the name as a literal: a closure's cell would cost a guard."""
+    scope: dict[str, Any] = {"_read": _read}
+    exec(f"def read(self):\n    return _read(self, {name!r})", scope)
+    return property(scope["read"])
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``cls`` with a property for each parameter name. Cached: the properties close over nothing but the names."""
+    body: dict[str, Any] = {n: _property(n) for n in names}
+    body["__module__"] = cls.__module__
+    body["__qualname__"] = f"FSDP{cls.__qualname__}"
+    return type(f"FSDP{cls.__name__}", (_Sharded, cls), body)
+
+
+def install(module: nn.Module, names: tuple[str, ...], state: FSDPState) -> None:
+    """Switch ``module``, whose parameters are sharded already, to its sharded class."""
+    module.__dict__["_fsdp_state"] = state
+    if names:
+        module.__class__ = sharded_class(type(module), names)
+        fill_table(module)
+        module.register_load_state_dict_post_hook(_after_load)
+
+
+def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    readopt(module)
