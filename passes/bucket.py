@@ -26,19 +26,21 @@ class BucketPlan:
 
     ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging). ``label_of``: FQN → label; parameters of
     different labels never share a bucket (module-based bucketing), and those of one label share it whatever their size.
-    ``mode``: "coalesced" or "packed". ``limit``: no gather bucket above this many bytes (None: no limit).
+    ``mode``: "coalesced" or "packed". ``reduce_mode``: the same for reductions (None: as ``mode``). ``limit``: no gather bucket above this many bytes (None: no limit).
     """
 
     bucket_bytes: int = 25 << 20
     label_of: dict[str, str] = field(default_factory=dict)
     mode: str = "coalesced"
     limit: int | None = None
+    reduce_mode: str | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes must not be negative, got {self.bucket_bytes}")
-        if self.mode not in ("coalesced", "packed"):
-            raise ValueError(f"collective must be 'coalesced' or 'packed', got {self.mode!r}")
+        for mode in (self.mode, self.reduce_mode or self.mode):
+            if mode not in ("coalesced", "packed"):
+                raise ValueError(f"collective must be 'coalesced' or 'packed', got {mode!r}")
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"limit_all_gathers must be positive, got {self.limit}")
 
@@ -64,7 +66,7 @@ def bucket(graph: fx.Graph, plan: BucketPlan) -> int:
     for kind, prefix, merge in (("gather", "ag", _merge_gathers), ("reduce", "rs", _merge_reduces)):
         for i, group in enumerate(_groups(graph, kind, plan), 1):
             rest = [n for m in group for n in parts[m.role.bucket]]
-            merge(graph, group, f"{prefix}{i}", plan.mode)
+            merge(graph, group, f"{prefix}{i}", plan.mode if kind == "gather" else plan.reduce_mode or plan.mode)
             _relabel(rest, f"{prefix}{i}")
             count += 1
     return count

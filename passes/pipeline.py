@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from fsdp_compile.spec import ParamSpec
 
 from .bucket import BucketPlan, bucket
+from .exchange import exchange
 from .graph_ops import positions
 from .insert import insert
 from .lower import lower
@@ -22,13 +24,17 @@ from .verify import Expectation, verify
 
 log = logging.getLogger("fsdp_compile.passes")
 
+_EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+
 # observer(stage, graph): called with "markers" before the first pass, then after each pass.
 Observer = Callable[[str, fx.Graph], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the passes decide by; equal plans on equal graphs give equal schedules, on any rank."""
+    """Everything that the passes decide by; equal plans on equal graphs give equal schedules, on any rank.
+
+    ``reduce_by_exchange``: build reduce-scatters on all-to-all (`exchange`)."""
 
     bucket: BucketPlan = field(default_factory=BucketPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
@@ -71,7 +77,7 @@ def run_passes(
     escaping: frozenset[str] = frozenset(),
     observer: Observer | None = None,
 ) -> Scheduled:
-    """insert → bucket → schedule → verify → lower on one forward, backward or inference graph, in place.
+    """insert → bucket → (exchange) → schedule → verify → lower on one forward, backward or inference graph, in place.
 
     Raises ValueError for a plan that cannot be kept and `ScheduleError` for a schedule that must not run."""
     show = observer or (lambda stage, g: None)
@@ -79,6 +85,8 @@ def run_passes(
     show("markers", graph)
     inserted = _timed("insert", graph, show, lambda: insert(graph, direction))
     _timed("bucket", graph, show, lambda: bucket(graph, plan.bucket))
+    if plan.reduce_by_exchange:
+        _timed("exchange", graph, show, lambda: exchange(graph))
     _timed("schedule", graph, show, lambda: schedule(graph, plan.schedule))
     expect = Expectation(tuple(s.fqn for s in inserted.reduced), escaping, plan.schedule.limit_gathers)
     _timed("verify", graph, show, lambda: verify(graph, expect))
@@ -117,7 +125,7 @@ def collective_table(graph: fx.Graph) -> tuple[Collective, ...]:
         first = launch.args[0][0] if isinstance(launch.args[0], (list, tuple)) else launch.args[0]
         rows.append(
             Collective(
-                kind="all_gather" if role.kind == "gather" else "reduce_scatter",
+                kind="all_gather" if role.kind == "gather" else "all_to_all" if launch.target is _EXCHANGE else "reduce_scatter",
                 bucket=role.bucket,
                 params=role.params,
                 nbytes=role.nbytes,
