@@ -110,7 +110,7 @@ class Pool:
 
 def _serve(pipe: Connection, stack: str, env: dict[str, str]) -> None:
     os.environ.update(env)
-    out = open(stack, "w")  # noqa: SIM115  stays open: a hanging worker writes its stack here
+    out = open(stack, "w")
     faulthandler.register(signal.SIGUSR1, file=out, all_threads=False)
     import torch
 

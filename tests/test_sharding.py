@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 
 import models
@@ -10,12 +9,12 @@ import parity
 import pytest
 import torch
 import torch.nn.functional as F
+from fsdp_compile.runtime.sharding import state_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard
-from fsdp_compile.runtime.sharding import state_of
 
 FX = {"lowering": "fx"}
 BATCHES = [models.vector_batch(i) for i in range(3)]
