@@ -26,7 +26,8 @@ class BucketPlan:
 
     ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging). ``label_of``: FQN → label; parameters of
     different labels never share a bucket (module-based bucketing), and those of one label share it whatever their size.
-    ``mode``: "coalesced" or "packed". ``reduce_mode``: the same for reductions (None: as ``mode``). ``limit``: no gather bucket above this many bytes (None: no limit).
+    ``mode``: "coalesced" or "packed". ``reduce_mode``: the same for reductions (None: as ``mode``).
+    ``limit``: no gather bucket above this many bytes (None: no limit).
     """
 
     bucket_bytes: int = 25 << 20

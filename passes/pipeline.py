@@ -38,6 +38,7 @@ class Plan:
 
     bucket: BucketPlan = field(default_factory=BucketPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
+    reduce_by_exchange: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def run_passes(
     if plan.reduce_by_exchange:
         _timed("exchange", graph, show, lambda: exchange(graph))
     _timed("schedule", graph, show, lambda: schedule(graph, plan.schedule))
-    expect = Expectation(tuple(s.fqn for s in inserted.reduced), escaping, plan.schedule.limit_gathers)
+    expect = Expectation(inserted.gathered, inserted.reduced, escaping, plan.schedule.limit_gathers)
     _timed("verify", graph, show, lambda: verify(graph, expect))
     table, peak = collective_table(graph), gather_peak(graph)
     _timed("lower", graph, show, lambda: lower(graph))

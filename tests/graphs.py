@@ -15,18 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import fsdp_compile.runtime.ops  # noqa: F401  (registers the operators)
 import torch
 import torch._functorch.config
-from torch import Tensor, fx
-
-import fsdp_compile.runtime.ops  # noqa: F401  (registers the operators)
-from fsdp_compile import compat
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.bucket import BucketPlan, bucket
+from fsdp_compile.passes.exchange import exchange
 from fsdp_compile.passes.graph_ops import FREE, UNSHARD, c10d
 from fsdp_compile.passes.insert import Inserted, insert
 from fsdp_compile.passes.pipeline import Plan, Scheduled, run_passes
 from fsdp_compile.passes.schedule import SchedulePlan, schedule
+from torch import Tensor, fx
+
+from fsdp_compile import compat
 from fsdp_compile.spec import ParamSpec
 
 Read = Callable[[str], Any]
@@ -149,17 +150,25 @@ def scheduled(gm: fx.GraphModule, direction: str, plan: Plan | None = None) -> I
     plan = plan or Plan()
     done = insert(gm.graph, direction)
     bucket(gm.graph, plan.bucket)
+    if plan.reduce_by_exchange:
+        exchange(gm.graph)
     schedule(gm.graph, plan.schedule)
     gm.graph.lint()
     return done
 
 
 def plan_of(
-    bucket_bytes: int = 25 << 20, mode: str = "coalesced", prefetch: int = 1, limit: int | None = None,
-    labels: dict[str, str] | None = None, reduces: int | None = None,
+    bucket_bytes: int = 25 << 20,
+    mode: str = "coalesced",
+    prefetch: int = 1,
+    limit: int | None = None,
+    labels: dict[str, str] | None = None,
+    reduces: int | None = None,
+    exchange: bool = False,
 ) -> Plan:
     """A plan in one line."""
-    return Plan(BucketPlan(bucket_bytes, labels or {}, mode, limit), SchedulePlan(prefetch, limit, reduces))
+    buckets = BucketPlan(bucket_bytes, labels or {}, mode, limit, "packed" if exchange else None)
+    return Plan(buckets, SchedulePlan(prefetch, limit, reduces), exchange)
 
 
 def text(graph: fx.Graph) -> str:
@@ -212,8 +221,9 @@ class Ranks:
             name = n.target.__name__.split(".")[0]  # type: ignore[union-attr]
             many = name.endswith("_coalesced")
             parts = zip(*(a[0] for a in args)) if many else [tuple(a[0] for a in args)]
-            op = args[0][1] if name.startswith("reduce") else None
-            assert args[0][-2] == self.world, f"{n.name} speaks of {args[0][-2]} ranks, there are {self.world}"
+            op = args[0][1] if name.startswith("reduce") else name
+            said = len(args[0][1]) if name == "all_to_all_single" else args[0][-2]
+            assert said == self.world, f"{n.name} speaks of {said} ranks, there are {self.world}"
             outs = [self._launch(list(p), op) for p in parts]
             return [[o[r] for o in outs] if many else outs[0][r] for r in range(self.world)]
         if n.target is c10d.wait_tensor.default:
@@ -225,10 +235,12 @@ class Ranks:
         kwargs = [fx.map_arg(n.kwargs, env.__getitem__) for env in envs]
         return [n.target(*a, **k) for a, k in zip(args, kwargs)]  # type: ignore[operator]
 
-    def _launch(self, parts: list[Tensor], op: str | None) -> list[Tensor]:
+    def _launch(self, parts: list[Tensor], op: str) -> list[Tensor]:
         assert all(p.dim() == 1 and p.is_contiguous() for p in parts), "collectives take flat, contiguous tensors"
-        if op is None:
+        if op.startswith("all_gather"):
             results = [torch.cat(parts)] * self.world
+        elif op == "all_to_all_single":
+            results = [torch.cat(list(got)) for got in zip(*(p.chunk(self.world) for p in parts))]
         else:
             total = reduce_(parts, op)
             results = list(total.chunk(self.world))
@@ -246,6 +258,7 @@ class Ranks:
 
 
 _SIMULATED = (
+    c10d.all_to_all_single.default,
     c10d.all_gather_into_tensor.default,
     c10d.all_gather_into_tensor_coalesced.default,
     c10d.reduce_scatter_tensor.default,
@@ -325,9 +338,7 @@ def reference(program: Program) -> Trained:
         used = {s.fqn: full[s.fqn].to(s.compute_dtype) for s in program.specs}  # one cast, as one marker has
         out = program.fn(used.__getitem__, *program.inputs_of(r))
         outs = list(out) if isinstance(out, tuple) else [out]
-        leaves = [full[s.fqn] for s in program.specs if s.fqn not in program.frozen]
         mids = [used[s.fqn] for s in program.specs if s.fqn not in program.frozen]
-        del leaves
         grads = torch.autograd.grad(outs, mids, tangents(outs), allow_unused=True)
         found.append(dict(zip((s.fqn for s in program.specs if s.fqn not in program.frozen), grads)))
         outputs.append([o.detach() for o in outs])
