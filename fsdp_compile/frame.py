@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -34,7 +33,7 @@ class Frame:
     module_path: dict[str, tuple[str, ...]]
     observe: Callable[[str, fx.Graph, str], None] = lambda stage, graph, direction: None
     lower: bool = True
-    escaping: frozenset[str] = frozenset()
+    escaping: frozenset[str] | None = None  # None: no joint graph was seen (inference)
     schedules: list[Scheduled] = field(default_factory=list)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -42,7 +41,7 @@ class Frame:
         self.observe("dynamo", gm.graph, "joint")
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
-        plan = self.options.plan(self.module_path)
+        plan = self.options.plan(self.module_path, _backend_of(markers.marker_specs(gm)))
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             direction = "backward" if is_backward else "forward"
@@ -58,20 +57,25 @@ class Frame:
 
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
-        self.escaping = markers.escaping(graph)
-        keep = self.escaping
+        keep = self.escaping = markers.escaping(graph)
         markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
         self.observe("tagged", graph, "joint")
 
     def _may_escape(self, gm: fx.GraphModule, is_backward: bool) -> frozenset[str]:
         """Parameters whose whole value may leave the graph: returned by the program, or kept for backward by the user's wish."""
         kept = {s.fqn for s in markers.marker_specs(gm) if not s.reshard}
-        if not is_backward and not self._trains(gm):
-            return markers.escaping(gm.graph) | kept
-        return self.escaping | kept
+        return kept | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
 
-    def _trains(self, gm: fx.GraphModule) -> bool:
-        return torch.is_grad_enabled()
+
+def _backend_of(specs: list[ParamSpec]) -> str:
+    """Name of the backend that carries these parameters' collectives; "" if there is none (`explain`)."""
+    if not specs or not dist.is_initialized():
+        return ""
+    try:
+        group = dist.distributed_c10d._resolve_process_group(specs[0].group)  # type: ignore[arg-type]
+    except (ValueError, RuntimeError, KeyError):
+        return ""
+    return dist.get_backend(group)
 
 
 class _Guarded:

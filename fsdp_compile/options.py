@@ -28,7 +28,8 @@ class Options:
     sync_module_states. For the schedule: bucket_bytes (most bytes of gathered weights in one collective), bucket_modules (class
     names or FQN patterns; one bucket for each such module), min_num_params (FSDP1's size policy: a bucket closes once it
     has this many parameters), prefetch (buckets ahead), limit_all_gathers (bytes of gathered weights alive), limit_reduce_scatters
-    (bytes of reductions in flight), collective ("coalesced" or "packed"). For the rest: lowering ("inductor" or "fx"), timeout_s
+    (bytes of reductions in flight), collective ("coalesced" or "packed"), reduce_scatter ("native", "all_to_all": the same
+    result with fewer bytes where the backend's own sends more than it must; "auto": all_to_all on gloo). For the rest: lowering ("inductor" or "fx"), timeout_s
     (seconds to wait for other ranks before a first step), dump_graphs (folder for the graphs of each stage), inductor (a dict of
     torch._inductor.config values)."""
 
@@ -45,6 +46,7 @@ class Options:
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
     collective: str = "coalesced"
+    reduce_scatter: str = "auto"
     lowering: str = "inductor"
     timeout_s: float = 600.0
     dump_graphs: str | None = None
@@ -55,6 +57,8 @@ class Options:
             raise ValueError(f"option lowering must be 'inductor' or 'fx', got {self.lowering!r}")
         if self.reduce_op not in ("avg", "sum"):
             raise ValueError(f"option reduce_op must be 'avg' or 'sum', got {self.reduce_op!r}")
+        if self.reduce_scatter not in ("auto", "native", "all_to_all"):
+            raise ValueError(f"option reduce_scatter must be 'auto', 'native' or 'all_to_all', got {self.reduce_scatter!r}")
         if self.timeout_s <= 0:
             raise ValueError(f"option timeout_s must be positive, got {self.timeout_s}")
         if self.bucket_bytes is not None and self.min_num_params is not None:
@@ -68,8 +72,10 @@ class Options:
             return 4 * self.min_num_params
         return DEFAULT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
 
-    def plan(self, module_path: Mapping[str, tuple[str, ...]]) -> Plan:
-        """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first."""
+    def plan(self, module_path: Mapping[str, tuple[str, ...]], backend: str = "") -> Plan:
+        """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
+        ``backend``: the communication backend's name, for options left at "auto"."""
+        exchange = self.reduce_scatter == "all_to_all" or (self.reduce_scatter == "auto" and backend == "gloo")
         labels = {}
         for fqn, path in module_path.items():
             for where in reversed(path):
@@ -78,8 +84,9 @@ class Options:
                     labels[fqn] = name
                     break
         return Plan(
-            BucketPlan(self.bucket_limit(), labels, self.collective, self.limit_all_gathers),
+            BucketPlan(self.bucket_limit(), labels, self.collective, self.limit_all_gathers, "packed" if exchange else None),
             SchedulePlan(self.prefetch, self.limit_all_gathers, self.limit_reduce_scatters),
+            exchange,
         )
 
     def shard_args(self) -> dict[str, Any]:
