@@ -55,6 +55,17 @@ def restart_dynamo(reason: str) -> None:
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
+def frame_module() -> nn.Module | None:
+    """The module whose forward is the frame that Dynamo converts just now; None in a function or outside a trace."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        owner = InstructionTranslator.current_tx().output.root_tx.f_locals.get("self")
+    except AttributeError:
+        return None
+    return owner if isinstance(owner, nn.Module) else None
+
+
 def placeholder_values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Any]:
     """Placeholder of a Dynamo graph → the real value behind it (None where Dynamo did not keep one)."""
     out: dict[torch.fx.Node, Any] = {}
@@ -238,13 +249,13 @@ def original_module(module: nn.Module) -> nn.Module:
 
 
 def compile_isolated(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile(fn, backend=backend)`` whose cache entries count against no other compilation of the same code, where torch
-    offers that, and that does not give up after a few recompilations."""
+    """``torch.compile(fn, backend=backend)`` with static shapes, whose cache entries count against no other compilation of the same
+    code, where torch offers that, and that does not give up after a few recompilations."""
     import inspect
 
     own = {"isolate_recompiles": True, "recompile_limit": 1 << 12}
     known = inspect.signature(torch.compile).parameters
-    return torch.compile(fn, backend=backend, **{k: v for k, v in own.items() if k in known})  # type: ignore[call-overload]
+    return torch.compile(fn, backend=backend, dynamic=False, **{k: v for k, v in own.items() if k in known})  # type: ignore[call-overload]
 
 
 def fake_shard(node: torch.fx.Node, numel: int, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:

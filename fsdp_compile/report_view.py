@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -111,4 +112,8 @@ def _ends(rows: list[BucketRow]) -> list[BucketRow | None]:
 
 
 def _names(params: tuple[str, ...]) -> str:
-    return ", ".join(params[:3]) + (f", … ({len(params)})" if len(params) > 3 else "")
+    """``layers.0.q.weight, layers.0.k.weight, …`` → ``layers.0.* (9)``."""
+    if len(params) <= 3:
+        return ", ".join(params)
+    shared = os.path.commonprefix(params).rpartition(".")[0]
+    return f"{shared}.* ({len(params)})" if shared else f"{params[0]} … {params[-1]} ({len(params)})"
