@@ -15,7 +15,7 @@ compat.check_torch_version()
 
 from fsdp_compile.frame import Frame, specs_of  # noqa: E402
 from fsdp_compile.logs import backend_observer, configure  # noqa: E402
-from fsdp_compile.oneliner import plain_parameters, shard_owner  # noqa: E402
+from fsdp_compile.oneliner import plain_parameters, refuse_empty, shard_owner  # noqa: E402
 from fsdp_compile.options import parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
 
@@ -34,6 +34,8 @@ def fsdp(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[
     plain = plain_parameters(gm)
     if plain and shard_owner(plain, opts):
         compat.restart_dynamo("fsdp_compile sharded the model")
+    if not plain:
+        refuse_empty()
     frame = Frame(next(_frames), opts, module_paths(specs_of(gm)))
     frame.observe = backend_observer(frame.index, opts.dump_graphs)
     return frame.compile(gm, example_inputs)

@@ -18,6 +18,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.runtime.agree import agree, digest
+from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.spec import ParamSpec
 
 log = logging.getLogger("fsdp_compile")
@@ -83,14 +84,18 @@ class _Guarded:
 
     def __init__(self, frame: Frame, schedule: Scheduled, fn: Callable[..., Any]) -> None:
         self.frame, self.schedule, self.fn = frame, schedule, fn
-        self.agreed = not schedule.collectives or not dist.is_initialized()
+        specs = (*schedule.gathered, *schedule.reduced) if schedule.collectives else ()
+        self.groups: dict[str, ParamSpec] = {s.group: s for s in specs}
+        self.agreed: dict[str, dist.ProcessGroup] = {}  # a group made anew under an old name must be agreed on again
 
     def wrapped(self) -> Callable[..., Any]:
         fn = self.fn
 
         def run(args: Any) -> Any:
-            if not self.agreed:
-                self._agree()
+            for name, spec in self.groups.items():
+                group = _group(name)
+                if group is None or self.agreed.get(name) is not group:
+                    self._agree(name, spec)
             try:
                 return fn(args)
             except RuntimeError as e:
@@ -99,20 +104,26 @@ class _Guarded:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _agree(self) -> None:
-        lines: dict[str, list[str]] = {}
-        for c in self.schedule.collectives:
-            lines.setdefault(c.group, []).append(c.signature())
-        for name, text in lines.items():
-            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-            agree_once(group, self.schedule.direction, text, self.frame.options.timeout_s)
-        self.agreed = True
+    def _agree(self, name: str, spec: ParamSpec) -> None:
+        check_world(spec)
+        group = _group(name)
+        assert group is not None
+        lines = [c.signature() for c in self.schedule.collectives if c.group == name]
+        agree_once(group, self.schedule.direction, lines, self.frame.options.timeout_s)
+        self.agreed[name] = group
 
     def _explain(self, e: RuntimeError) -> RuntimeError:
         hit = _failed_collective(e, self.schedule)
         if hit is None:
             return e
         return RuntimeError(f"{self.schedule.direction} graph {self.frame.index}: {hit} failed (a peer has died or hangs): {e}")
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except (ValueError, RuntimeError, KeyError):
+        return None
 
 
 def agree_once(group: dist.ProcessGroup, direction: str, lines: list[str], timeout_s: float) -> None:

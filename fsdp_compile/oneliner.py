@@ -21,6 +21,13 @@ def plain_parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
     return [v for v in compat.placeholder_values(gm).values() if isinstance(v, nn.Parameter) and not is_shard(v)]
 
 
+def refuse_empty() -> None:
+    """Raise ValueError if Dynamo is converting the forward of a compiled module that has no parameters."""
+    module = compat.frame_module()
+    if module is not None and next(module.parameters(), None) is None and any(m is module for m in compat.compiled_modules()):
+        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard; compile it with another backend")
+
+
 def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
     """Shard the model that owns ``params`` in place. Returns False if they are parameters that a sharded model ignores on purpose.
 

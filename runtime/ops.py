@@ -54,7 +54,8 @@ def wire_to_grad(part: Tensor, spec: ParamSpec) -> Tensor:
     return part.to(spec.dtype)
 
 
-def _check_world(spec: ParamSpec) -> None:
+def check_world(spec: ParamSpec) -> None:
+    """Raise RuntimeError unless the spec's process group is alive and has the size that the parameter was sharded over."""
     try:
         size = dist.distributed_c10d._resolve_process_group(spec.group).size()  # type: ignore[arg-type]
     except (ValueError, RuntimeError, KeyError) as e:
@@ -74,7 +75,7 @@ def _unshard_eager(shard: Tensor, text: str) -> Tensor:
     wire = shard_to_wire(shard, spec)
     if spec.world == 1 or not wire.numel():
         return wire_to_param(wire, spec).clone()
-    _check_world(spec)
+    check_world(spec)
     out = torch.ops._c10d_functional.all_gather_into_tensor(wire.contiguous(), spec.world, spec.group)
     return wire_to_param(torch.ops._c10d_functional.wait_tensor(out), spec)
 
@@ -83,7 +84,7 @@ def _reduce_grad_eager(grad: Tensor, text: str) -> Tensor:
     spec = decode(text)
     wire = grad_to_wire(grad, spec)
     if spec.world > 1 and wire.numel():
-        _check_world(spec)
+        check_world(spec)
         out = torch.ops._c10d_functional.reduce_scatter_tensor(wire, spec.reduce_op, spec.world, spec.group)
         wire = torch.ops._c10d_functional.wait_tensor(out)
     part = wire_to_grad(wire, spec)

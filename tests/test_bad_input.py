@@ -1,0 +1,252 @@
+"""Each mistake gets an error that says what to do, on every rank, within bounded time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from fsdp_compile import fully_shard
+
+FX = {"lowering": "fx"}
+X, Y = models.vector_batch(0)
+
+
+def message(fn, *args, **kwargs) -> str:
+    """Type and text of the error that ``fn`` raises, the innermost user-relevant one."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    raise AssertionError("no error was raised")
+
+
+def call(model: nn.Module, x: Tensor = X, **options) -> Tensor:
+    return torch.compile(model, backend="fsdp", options={**FX, **options})(x)
+
+
+def errors_one_rank() -> dict[str, str]:
+    """Everything that one rank alone can get wrong."""
+    out = {}
+    out["option"] = message(call, models.mlp(), bucket_byts=1)
+    out["lowering"] = message(call, models.mlp(), lowering="xla")
+    out["reduce_op"] = message(call, models.mlp(), reduce_op="max")
+    out["mode"] = message(lambda: torch.compile(models.mlp(), backend="fsdp", mode="max-autotune")(X))
+    out["no parameters"] = message(fully_shard, nn.GELU())
+    out["no parameters, oneliner"] = message(call, Empty())
+    out["sparse"] = message(fully_shard, nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True)))
+    out["sparse, oneliner"] = message(call, SparseNet(), torch.tensor([1, 2]))
+    ints = models.mlp()
+    ints.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    out["int"] = message(fully_shard, ints)
+    sub = models.mlp()
+    sub.b.weight = nn.Parameter(Sub(torch.randn(14, 14)))
+    out["subclass"] = message(fully_shard, sub)
+    out["twice"] = message(fully_shard, fully_shard(models.mlp()))
+    part = models.mlp()
+    fully_shard(part.b)
+    out["inner first"] = message(fully_shard, part)
+    out["fsdp2 first"] = message(fully_shard, fsdp2(models.mlp()))
+    out["lazy"] = message(fully_shard, nn.Sequential(nn.LazyLinear(3)))
+    out["limit"] = message(lambda: call(models.mlp(), limit_all_gathers=8).sum().backward())
+    twice = torch.compile(fully_shard(models.mlp()), backend="fsdp", options=FX)
+    loss = models.square_loss(twice(X), Y)
+    weight = next(twice.parameters())
+    out["double backward"] = message(lambda: torch.autograd.grad(loss, weight._fsdp_shard, create_graph=True)[0].sum().backward())
+    return out
+
+
+class Empty(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Sub(Tensor):
+    pass
+
+
+class SparseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.e(x)
+
+
+EXPECTED = {
+    "option": ("unknown option 'bucket_byts'", "did you mean 'bucket_bytes'", "Valid options: mesh,"),
+    "lowering": ("lowering must be 'inductor' or 'fx', got 'xla'",),
+    "reduce_op": ("reduce_op must be 'avg' or 'sum', got 'max'",),
+    "mode": ("mode='max-autotune'", "options"),
+    "no parameters": ("ValueError", "GELU has no parameters"),
+    "no parameters, oneliner": ("no parameters",),
+    "sparse": ("TypeError", "'1.weight'", "sparse=False"),
+    "sparse, oneliner": ("'e.weight'", "sparse=False"),
+    "int": ("TypeError", "'codes'", "torch.int8", "ignored_params"),
+    "subclass": ("TypeError", "'b.weight'", "Sub"),
+    "twice": ("ValueError", "sharded already"),
+    "inner first": ("ValueError", "'b'", "sharded already"),
+    "fsdp2 first": ("TypeError", "'a.weight'", "DTensor already"),
+    "lazy": ("TypeError", "'0.weight'", "lazy"),
+    "limit": ("limit_all_gathers=8", "raise"),
+    "double backward": ("double backward", "'a.weight'"),
+}
+
+
+@pytest.fixture(scope="module")
+def errors(request):
+    return request.getfixturevalue("_session_pool").run(2, errors_one_rank)
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_message(errors, what):
+    for rank in errors:
+        for text in EXPECTED[what]:
+            assert text in rank[what]
+
+
+def mesh_2d() -> str:
+    return message(fully_shard, models.mlp(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+def mesh_without_me() -> str:
+    mesh = DeviceMesh("cpu", [0, 1])
+    return message(fully_shard, models.mlp(), mesh=mesh) if dist.get_rank() > 1 else ""
+
+
+def test_two_dimensional_mesh(pool):
+    for text in pool.run(4, mesh_2d):
+        assert "ValueError" in text and "mesh has 2 dimensions" in text and "mesh['dp']" in text
+
+
+def test_rank_outside_the_mesh(pool):
+    for text in pool.run(4, mesh_without_me)[2:]:
+        assert "ValueError" in text and "not in the mesh" in text
+
+
+def world_changed() -> tuple[str, str, str]:
+    """One rank trains, then the process group is replaced by others under the compiled model."""
+    fast = torch.compile(fully_shard(models.mlp()), backend="fsdp", options=FX)
+    models.square_loss(fast(X), Y).backward()
+    dist.destroy_process_group()
+    gone = message(lambda: fast(X))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    smaller = message(lambda: fast(X))
+    torch._dynamo.reset()
+    anew = message(lambda: fast(X))
+    return gone, smaller, anew
+
+
+def test_changed_world_size(pool):
+    for gone, smaller, anew in pool.run(2, world_changed):
+        assert "no longer exists" in gone
+        for text in (smaller, anew):
+            assert "was sharded over 2 ranks but group '0' now has 1" in text
+
+
+def different_models() -> tuple[str, float]:
+    model = models.mlp(hidden=14 + dist.get_rank())
+    start = time.monotonic()
+    return message(fully_shard, model), time.monotonic() - start
+
+
+def test_ranks_with_different_models(pool):
+    for text, took in pool.run(3, different_models):
+        assert text.startswith("RankMismatch") and "rank 1 differs from rank 0" in text and took < 10
+        assert "float32[14, 10]" in text and "float32[15, 10]" in text and "a.weight" in text
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(10, 4), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return (self.one if which == 0 else self.two)(x)
+
+
+def different_graphs() -> tuple[str, float]:
+    fast = torch.compile(fully_shard(Branches()), backend="fsdp", options=FX)
+    start = time.monotonic()
+    return message(fast, X, dist.get_rank()), time.monotonic() - start
+
+
+def test_ranks_with_different_graphs(pool):
+    for text, took in pool.run(2, different_graphs):
+        assert "RankMismatch" in text and "rank 0:" in text and "rank 1:" in text and took < 30
+        assert "one.weight" in text and "two.weight" in text
+
+
+def one_stays_away(compiled: bool) -> tuple[str, float]:
+    model = Branches()
+    if compiled:
+        fully_shard(model)
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        return "", 0.0
+    if compiled:
+        text = message(torch.compile(model, backend="fsdp", options={**FX, "timeout_s": 2.0}), X, 0)
+    else:
+        text = message(fully_shard, model, timeout_s=2.0)
+    return text, time.monotonic() - start
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rank_that_never_comes(pool, compiled):
+    text, took = pool.run(2, one_stays_away, compiled)[0]
+    assert "RankMismatch" in text and "rank 1" in text and "within 2 s" in text and 2 <= took < 30
+
+
+def peer_dies() -> str:
+    fast = torch.compile(fully_shard(models.mlp()), backend="fsdp", options={**FX, "bucket_bytes": 0})
+    for _ in range(2):
+        models.square_loss(fast(X), Y).backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    start = time.monotonic()
+    text = message(lambda: [models.square_loss(fast(X), Y).backward() for _ in range(3)])
+    assert time.monotonic() - start < 15
+    raise AssertionError(text)
+
+
+def peer_hangs() -> str:
+    fast = torch.compile(fully_shard(models.mlp()), backend="fsdp", options=FX)
+    models.square_loss(fast(X), Y).backward()
+    dist.distributed_c10d._get_default_store().set(f"there{dist.get_rank()}", "")
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return ""
+    start = time.monotonic()
+    text = message(lambda: models.square_loss(fast(X), Y).backward())
+    assert time.monotonic() - start < 7
+    return text
+
+
+def test_dead_peer():
+    own = Pool()
+    try:
+        with pytest.raises(AssertionError) as e:
+            own.run(2, peer_dies, pg_timeout_s=5)
+    finally:
+        own.close()
+    assert "all_gather of bucket ag1 (a.weight) failed (a peer has died or hangs)" in str(e.value)
+    assert "died with exit code 7" in str(e.value)
+
+
+def test_hanging_peer():
+    own = Pool()
+    try:
+        text = own.run(2, peer_hangs, pg_timeout_s=3)[0]
+    finally:
+        own.close()
+    assert "all_gather of bucket ag1 (a.weight" in text and "failed (a peer has died or hangs)" in text
