@@ -16,6 +16,7 @@ from fsdp_compile.passes.pipeline import op_difference
 from fsdp_compile.text import unified_diff
 
 DIRECTIONS = ("joint", "forward", "backward")
+KINDS = ("all_gather", "reduce_scatter", "all_to_all")  # the last is a reduction, too: its sum runs as compute
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class BucketRow:
     free: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("all_gather", "reduce_scatter"):
+        if self.kind not in KINDS:
             raise ValueError(f"bucket {self.bucket}: unknown collective {self.kind!r}")
         if not self.launch < self.wait <= (self.wait if self.free is None else self.free):
             raise ValueError(f"bucket {self.bucket}: launch {self.launch}, wait {self.wait}, free {self.free} are out of order")
@@ -116,7 +117,7 @@ class Report:
     @property
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in one forward and backward: (world - 1) / world of each gathered buffer and of each
-        reduction's input, as a ring does it."""
+        reduction's input, as a ring or an exchange does it."""
         return sum(self.calls[b.frame] * b.bytes for b in self.buckets) * (self.world_size - 1) // self.world_size
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 WIDTH = 72  # columns of a timeline
 MOST_ROWS = 48  # of a table or a timeline; the middle of longer ones is left out
 
-LEGEND = "> all_gather in flight   # gathered and in use   < reduce_scatter in flight"
+RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+LEGEND = "> all_gather in flight   # gathered and in use   < reduction in flight"
 
 
 def view(report: Report) -> Group:
@@ -33,11 +35,10 @@ def view(report: Report) -> Group:
 
 def summary(report: Report) -> str:
     """The figures, one on a line."""
-    kinds = ", ".join(
-        f"{n} {kind}"
-        for kind in ("all_gather", "reduce_scatter")
-        if (n := sum(report.calls[b.frame] for b in report.buckets if b.kind == kind))
-    )
+    counts: Counter[str] = Counter()
+    for b in report.buckets:
+        counts[b.kind] += report.calls[b.frame]
+    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     lines = {
         "parameters": f"{report.parameters:,}, {human_bytes(report.parameter_bytes)}; "
         f"{human_bytes(report.shard_bytes)} on each of {report.world_size} ranks",
@@ -53,7 +54,7 @@ def summary(report: Report) -> str:
 def bucket_table(report: Report) -> Table:
     """One row for each collective."""
     several = len(report.calls) > 1
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=RULE, pad_edge=False)
     for name in (["frame"] if several else []) + ["graph", "collective", "bucket"]:
         table.add_column(name)
     for name in ("bytes", "launch", "wait", "lead"):
@@ -63,7 +64,7 @@ def bucket_table(report: Report) -> Table:
     rows = report.buckets
     for row in _ends(rows):
         if row is None:
-            table.add_row(*(["…"] * len(table.columns)))
+            table.add_row(*([".."] * len(table.columns)))
             continue
         place = [str(row.frame)] if several else []
         numbers = [human_bytes(row.bytes), str(row.launch), str(row.wait), str(row.lead)]
@@ -83,7 +84,7 @@ def timeline(graph: GraphReport, name_frame: bool = False) -> str:
     label = max((len(r.bucket) for r in graph.buckets), default=0)
     lines = [head]
     for row in _ends(list(graph.buckets)):
-        lines.append("  …" if row is None else f"  {row.bucket:<{label}} |{_bar(row, graph)}|")
+        lines.append("  .." if row is None else f"  {row.bucket:<{label}} |{_bar(row, graph)}|")
     return "\n".join(lines)
 
 
@@ -112,8 +113,8 @@ def _ends(rows: list[BucketRow]) -> list[BucketRow | None]:
 
 
 def _names(params: tuple[str, ...]) -> str:
-    """``layers.0.q.weight, layers.0.k.weight, …`` → ``layers.0.* (9)``."""
+    """``layers.0.q.weight, layers.0.k.weight, ..`` → ``layers.0.* (9)``."""
     if len(params) <= 3:
         return ", ".join(params)
-    shared = os.path.commonprefix(params).rpartition(".")[0]
-    return f"{shared}.* ({len(params)})" if shared else f"{params[0]} … {params[-1]} ({len(params)})"
+    shared = os.path.commonprefix(params).rpartition(".")[0]  # noqa: RUF071 (dots, not paths)
+    return f"{shared}.* ({len(params)})" if shared else f"{params[0]} .. {params[-1]} ({len(params)})"
