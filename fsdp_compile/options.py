@@ -17,15 +17,14 @@ from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.pipeline import Plan
 from fsdp_compile.passes.schedule import SchedulePlan
 
-DEFAULT_BUCKET_BYTES = 25 << 20
-
 
 @dataclass(frozen=True)
 class Options:
     """All options, validated.
 
     For the one-liner's sharding (`fully_shard` takes the same): mesh, mp_policy, reshard_after_forward, ignored_params, reduce_op,
-    sync_module_states. For the schedule: bucket_bytes (most bytes of gathered weights in one collective), bucket_modules (class
+    sync_module_states. For the schedule: bucket_bytes (most bytes of gathered weights in one collective; None:
+    a sixteenth of the model, between 1 and 25 MiB), bucket_modules (class
     names or FQN patterns; one bucket for each such module), min_num_params (FSDP1's size policy: a bucket closes once it
     has this many parameters), prefetch (buckets ahead), limit_all_gathers (bytes of gathered weights alive), limit_reduce_scatters
     (bytes of reductions in flight), collective ("coalesced" or "packed"), reduce_scatter ("native", "all_to_all": the same
@@ -66,16 +65,11 @@ class Options:
         object.__setattr__(self, "bucket_modules", (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules))
         self.plan({})  # validates the schedule options
 
-    def bucket_limit(self) -> int:
-        """Most bytes of a bucket; ``min_num_params`` counts fp32 parameters."""
-        if self.min_num_params is not None:
-            return 4 * self.min_num_params
-        return DEFAULT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
-
     def plan(self, module_path: Mapping[str, tuple[str, ...]], backend: str = "") -> Plan:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
         ``backend``: the communication backend's name, for options left at "auto"."""
         exchange = self.reduce_scatter == "all_to_all" or (self.reduce_scatter == "auto" and backend == "gloo")
+        limit = self.bucket_bytes if self.min_num_params is None else 4 * self.min_num_params  # FSDP1 counted fp32 parameters
         labels = {}
         for fqn, path in module_path.items():
             for where in reversed(path):
@@ -84,7 +78,7 @@ class Options:
                     labels[fqn] = name
                     break
         return Plan(
-            BucketPlan(self.bucket_limit(), labels, self.collective, self.limit_all_gathers, "packed" if exchange else None),
+            BucketPlan(limit, labels, self.collective, self.limit_all_gathers, "packed" if exchange else None),
             SchedulePlan(self.prefetch, self.limit_all_gathers, self.limit_reduce_scatters),
             exchange,
         )

@@ -24,26 +24,35 @@ from .roles import KEY, Role, nodes_of, role_of
 class BucketPlan:
     """How to merge.
 
-    ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging). ``label_of``: FQN → label; parameters of
+    ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging; None: `automatic_bytes` of the graph). ``label_of``: FQN → label; parameters of
     different labels never share a bucket (module-based bucketing), and those of one label share it whatever their size.
     ``mode``: "coalesced" or "packed". ``reduce_mode``: the same for reductions (None: as ``mode``).
     ``limit``: no gather bucket above this many bytes (None: no limit).
     """
 
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int | None = None
     label_of: dict[str, str] = field(default_factory=dict)
     mode: str = "coalesced"
     limit: int | None = None
     reduce_mode: str | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 0:
+        if self.bucket_bytes is not None and self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes must not be negative, got {self.bucket_bytes}")
         for mode in (self.mode, self.reduce_mode or self.mode):
             if mode not in ("coalesced", "packed"):
                 raise ValueError(f"collective must be 'coalesced' or 'packed', got {mode!r}")
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"limit_all_gathers must be positive, got {self.limit}")
+
+
+def automatic_bytes(graph: fx.Graph, kind: str) -> int:
+    """A sixteenth of what the graph's collectives of one kind ("gather" or "reduce") move, between 1 and 25 MiB.
+
+    Large models: 25 MiB, where bandwidth is saturated. Small ones: still many buckets, because the first gather and the last
+    reduction of a step hide behind nothing."""
+    total = sum(role.nbytes for _, role in nodes_of(graph, kind))
+    return min(max(total // 16, 1 << 20), 25 << 20)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ def _parts(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]:
-    cap = plan.bucket_bytes
+    cap = automatic_bytes(graph, kind) if plan.bucket_bytes is None else plan.bucket_bytes
     if kind == "gather" and plan.limit is not None:
         cap = min(cap, plan.limit)
     groups: list[list[_Member]] = []
