@@ -22,15 +22,28 @@ from fsdp_compile.passes.schedule import SchedulePlan
 class Options:
     """All options, validated.
 
-    For the one-liner's sharding (`fully_shard` takes the same): mesh, mp_policy, reshard_after_forward, ignored_params, reduce_op,
-    sync_module_states. For the schedule: bucket_bytes (most bytes of gathered weights in one collective; None:
-    a sixteenth of the model, between 1 and 25 MiB), bucket_modules (class
-    names or FQN patterns; one bucket for each such module), min_num_params (FSDP1's size policy: a bucket closes once it
-    has this many parameters), prefetch (buckets ahead), limit_all_gathers (bytes of gathered weights alive), limit_reduce_scatters
-    (bytes of reductions in flight), collective ("coalesced" or "packed"), reduce_scatter ("native", "all_to_all": the same
-    result with fewer bytes where the backend's own sends more than it must; "auto": all_to_all on gloo). For the rest: lowering ("inductor" or "fx"), timeout_s
-    (seconds to wait for other ranks before a first step), dump_graphs (folder for the graphs of each stage), inductor (a dict of
-    torch._inductor.config values)."""
+    How the one-liner shards (`fsdp_compile.fully_shard` takes the same):
+      mesh, mp_policy, reshard_after_forward, ignored_params, reduce_op, sync_module_states
+
+    What travels together:
+      bucket_bytes            most bytes of gathered weights in one collective; None: a sixteenth of the model, 1 to 25 MiB
+      bucket_modules          class names or FQN patterns: one bucket for each such module, whatever its size
+      min_num_params          FSDP1's size policy: a bucket of about this many (fp32) parameters
+      collective              "coalesced" (no copies) or "packed" (one flat buffer)
+      reduce_scatter          "native"; "all_to_all": fewer bytes where the backend's own sends more than it must; "auto":
+                              all_to_all on gloo
+
+    When it travels:
+      prefetch                how many buckets ahead a gather is launched
+      limit_all_gathers       most bytes of gathered weights alive at once
+      limit_reduce_scatters   most bytes of reductions in flight
+
+    The rest:
+      lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)
+      timeout_s               seconds to wait for the other ranks while comparing models and plans
+      dump_graphs             folder for the graphs of every stage
+      inductor                a dict of torch._inductor.config values
+    """
 
     mesh: DeviceMesh | None = None
     mp_policy: MixedPrecisionPolicy | torch.dtype | None = None
@@ -62,7 +75,8 @@ class Options:
             raise ValueError(f"option timeout_s must be positive, got {self.timeout_s}")
         if self.bucket_bytes is not None and self.min_num_params is not None:
             raise ValueError("options bucket_bytes and min_num_params exclude each other")
-        object.__setattr__(self, "bucket_modules", (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules))
+        patterns = (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules)
+        object.__setattr__(self, "bucket_modules", patterns)
         self.plan({})  # validates the schedule options
 
     def plan(self, module_path: Mapping[str, tuple[str, ...]], backend: str = "") -> Plan:

@@ -24,10 +24,10 @@ from .roles import KEY, Role, nodes_of, role_of
 class BucketPlan:
     """How to merge.
 
-    ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging; None: `automatic_bytes` of the graph). ``label_of``: FQN → label; parameters of
-    different labels never share a bucket (module-based bucketing), and those of one label share it whatever their size.
-    ``mode``: "coalesced" or "packed". ``reduce_mode``: the same for reductions (None: as ``mode``).
-    ``limit``: no gather bucket above this many bytes (None: no limit).
+    ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging; None: `automatic_bytes` of the graph).
+    ``label_of``: FQN → label; parameters of different labels never share a bucket (module-based bucketing), and those of one
+    label share it whatever their size. ``mode``: "coalesced" or "packed". ``limit``: no gather bucket above this many bytes
+    (None: no limit). ``reduce_mode``: the mode of reductions (None: as ``mode``).
     """
 
     bucket_bytes: int | None = None
