@@ -21,11 +21,12 @@ import torch._functorch.config
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.bucket import BucketPlan, bucket
 from fsdp_compile.passes.exchange import exchange
-from fsdp_compile.passes.graph_ops import FREE, UNSHARD, c10d
+from fsdp_compile.passes.graph_ops import FREE, REDUCE_GRAD, UNSHARD, c10d
 from fsdp_compile.passes.insert import Inserted, insert
 from fsdp_compile.passes.pipeline import Plan, Scheduled, run_passes
 from fsdp_compile.passes.schedule import SchedulePlan, schedule
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compile import compat
 from fsdp_compile.spec import ParamSpec
@@ -375,3 +376,26 @@ def chain(depth: int, width: int = 3, world: int = 2, per_layer: int = 1, tail: 
 
     dtype = kwargs.get("compute_dtype", kwargs.get("dtype", torch.float64))
     return Program(fn, specs, (torch.empty(2, width, dtype=dtype),))
+
+
+def synthetic(layers: int, per_layer: int, width: int = 4, world: int = 2) -> fx.Graph:
+    """A graph like a backward's, written directly (tracing a thousand parameters takes a minute): each parameter is read and its
+    gradient reduced."""
+    graph = fx.Graph()
+    mode = FakeTensorMode()
+    specs = [spec(f"layer{i}.w{j}", width, width, world=world) for i in range(layers) for j in range(per_layer)]
+
+    def add(node: fx.Node, *shape: int) -> fx.Node:
+        with mode:
+            node.meta["val"] = torch.empty(shape, dtype=torch.float64)
+        return node
+
+    shards = [add(graph.placeholder(f"shard_{i}"), s.shard_numel) for i, s in enumerate(specs)]
+    x = add(graph.placeholder("x"), width, width)
+    grads = []
+    for shard_node, s in zip(shards, specs):
+        w = add(graph.call_function(UNSHARD, (shard_node, s.encode())), width, width)
+        x = add(graph.call_function(torch.ops.aten.mm.default, (x, w)), width, width)
+        grads.append(add(graph.call_function(REDUCE_GRAD, (x, s.encode())), s.shard_numel))
+    graph.output((x, *grads))
+    return graph
