@@ -42,16 +42,26 @@ def dedupe(gm: fx.GraphModule) -> int:
         if node.op == "call_function" and node.target is _CHECKPOINT:
             moved += _hoist(gm, node)
     first: dict[tuple[fx.Node, str], fx.Node] = {}
+    grad_mode: fx.Node | None = None  # the first change of it
+    changed: set[fx.Node] = set()  # first reads after it
     for node in list(gm.graph.nodes):
+        if node.target is torch._C._set_grad_enabled and grad_mode is None:
+            grad_mode = node
         if not is_marker(node):
             continue
         key = (node.args[0], node.args[1])
         if key in first:
+            if grad_mode is not None and first[key] in changed:
+                # The first read may stand under no_grad: merged there, it would cut the gradients of the others.
+                grad_mode.prepend(first[key])
+                changed.discard(first[key])
             node.replace_all_uses_with(first[key])
             gm.graph.erase_node(node)
             moved += 1
         else:
             first[key] = node
+            if grad_mode is not None and getattr(node.args[0], "op", "") == "placeholder":
+                changed.add(node)
     if moved:
         gm.recompile()
     return moved

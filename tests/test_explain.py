@@ -265,19 +265,37 @@ def test_frozen_parameters_are_not_reduced_and_ignored_ones_not_gathered() -> No
     assert of == {"all_gather": {"0.weight", "0.bias", "2.weight"}, "reduce_scatter": {"2.weight"}}
 
 
+class Peek(nn.Module):
+    """Reads its weight without gradients first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.a.weight.abs().amax()
+        return self.a(x) / scale
+
+
 def test_gradients_of_a_parameter_first_read_without_grad() -> None:
-    class Peek(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(8, 8, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = self.a.weight.abs().amax()
-            return self.a(x) / scale
-
     got = explain(Peek(), torch.randn(2, 8), lowering="fx")
     assert [b.kind for b in got.buckets] == ["all_gather", "reduce_scatter"]
+
+
+def peek_on_rank() -> None:
+    torch.manual_seed(0)
+    model, x = Peek(), torch.randn(2, 8)
+    model(x).sum().backward()
+    want = model.a.weight.grad.clone()
+    model.zero_grad()
+    compiled = torch.compile(fully_shard(model), backend="fsdp", options={"lowering": "fx"})
+    compiled(x).sum().backward()
+    torch.testing.assert_close(model.a._parameters["weight"].grad.full_tensor(), want)
+
+
+def test_gradients_of_a_sharded_parameter_first_read_without_grad(pool) -> None:
+    pool.run(2, peek_on_rank)
 
 
 def test_no_grad_gives_inference_graphs() -> None:
