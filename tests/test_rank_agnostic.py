@@ -1,0 +1,139 @@
+"""Every rank runs the same graph text; compiling communicates nothing; different sequence lengths keep the same collectives."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import models
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_compile import fully_shard
+
+LOWERINGS = ["fx", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
+
+
+class Graphs:
+    """The backend, with every graph of every stage recorded as text."""
+
+    def __init__(self, lowering: str) -> None:
+        self.lowering = lowering
+        self.texts: list[tuple[str, str, str]] = []
+
+    def __call__(self, gm, inputs):
+        from fsdp_compile.frame import Frame, graph_text, specs_of
+        from fsdp_compile.options import parse
+        from fsdp_compile.paths import module_paths
+
+        frame = Frame(0, parse({"lowering": self.lowering, "bucket_bytes": 4000}), module_paths(specs_of(gm)))
+        frame.observe = lambda stage, graph, direction: self.texts.append((stage, direction, graph_text(graph)))
+        return frame.compile(gm, inputs)
+
+    def collectives(self, direction: str) -> list[list[str]]:
+        """The collectives of each lowered graph, in order, with what they send."""
+        out = []
+        for stage, d, text in self.texts:
+            if stage == "lower" and d == direction:
+                lines = [line.strip() for line in text.splitlines() if "_c10d_functional" in line and "wait_tensor" not in line]
+                out.append([line.split("=", 1)[1].split(";")[0] for line in lines])
+        return out
+
+
+def dumped(lowering: str) -> list[tuple[str, str, str]]:
+    graphs = Graphs(lowering)
+    model = fully_shard(models.decoder(layers=1))
+    x, y = models.token_batch(0)
+    models.token_loss(torch.compile(model, backend=graphs)(x), y).backward()
+    return graphs.texts
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_graphs_are_textually_equal(pool, lowering):
+    zero, *others = pool.run(3, dumped, lowering)
+    assert {s for s, d, _ in zero if d == "forward"} >= {"markers", "insert", "bucket", "schedule", "verify", "lower"}
+    assert {d for _, d, _ in zero} == {"joint", "forward", "backward"}
+    assert sum("all_gather" in t for *_, t in zero) > 2
+    for other in others:
+        for a, b in zip(zero, other, strict=True):
+            assert a == b
+
+
+def dumped_files() -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        fast = torch.compile(models.mlp(), backend="fsdp", options={"lowering": "fx", "dump_graphs": folder})
+        models.square_loss(fast(models.vector_batch(0)[0]), models.vector_batch(0)[1]).backward()
+        return {p.name: p.read_text() for p in Path(folder).iterdir()}
+
+
+def test_dump_graphs_writes_each_stage(pool):
+    zero, one = pool.run(2, dumped_files)
+    for stage in ("insert", "bucket", "schedule", "lower"):
+        for direction in ("forward", "backward"):
+            assert any(direction in n and stage in n for n in zero), (stage, sorted(zero))
+    assert one == {}, "only rank 0 writes"
+
+
+def collectives_while_compiling() -> dict[str, int]:
+    """Collectives that start while the graphs compile: the runs' own are kept away by an error before they start."""
+    model = fully_shard(models.mlp())
+    started: list[str] = []
+    names = ["all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier", "scatter", "all_gather_into_tensor"]
+    saved = {n: getattr(dist, n) for n in names}
+    for n in names:
+        setattr(dist, n, lambda *a, n=n, **k: started.append(n))
+    from fsdp_compile.frame import Frame, specs_of
+    from fsdp_compile.options import parse
+
+    def backend(gm, inputs):
+        with CommDebugMode() as comm, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            out = Frame(0, parse({"lowering": "fx"}), {s.fqn: () for s in specs_of(gm)}).compile(gm, inputs)
+        started.extend(str(k) for k in comm.get_comm_counts())
+        return out
+
+    try:
+        torch.compile(model, backend=backend)(models.vector_batch(0)[0])
+    finally:
+        for n, f in saved.items():
+            setattr(dist, n, f)
+    return started
+
+
+def test_compiling_starts_no_collective(pool):
+    assert pool.run(2, collectives_while_compiling) == [[], []]
+
+
+def lengths(lowering: str, plan: list[list[int]], dynamic: bool | None) -> tuple[list[list[str]], list[list[str]], int]:
+    """Train on sequences whose length differs between ranks; ``plan[rank]`` holds the lengths by step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    graphs = Graphs(lowering)
+    model = fully_shard(models.decoder(layers=1))
+    plain = models.decoder(layers=1)
+    fast = torch.compile(model, backend=graphs, dynamic=dynamic)
+    for step in range(len(plan[0])):
+        for r in range(world):
+            x, y = models.token_batch(step, rows=2, length=plan[r][step])
+            (models.token_loss(plain(x), y) / world).backward()
+            if r == rank:
+                models.token_loss(fast(x), y).backward()
+        for n, p in plain.named_parameters():
+            torch.testing.assert_close(parity.full(model.get_parameter(n).grad), p.grad, rtol=1e-4, atol=1e-6)
+        plain.zero_grad()
+        model.zero_grad()
+    return graphs.collectives("forward"), graphs.collectives("backward"), sum(s == "dynamo" for s, *_ in graphs.texts)
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_different_lengths_on_each_rank(pool, dynamic):
+    results = pool.run(2, lengths, "fx", [[8, 8, 8, 8], [8, 12, 5, 16]], dynamic)
+    every = [tuple(g) for forward, _, _ in results for g in forward]
+    assert len(set(every)) == 1 and len(every[0]) >= 2, "the collectives of forward depend on the sequence length"
+    every = [tuple(g) for _, backward, _ in results for g in backward]
+    assert len(set(every)) == 1 and len(every[0]) >= 2, "the collectives of backward depend on the sequence length"
+    if dynamic is not True:
+        assert results[1][2] > results[0][2] == 1, "rank 1 was meant to recompile, and rank 0 not"
+
+
