@@ -357,14 +357,19 @@ def sharded_on_rank() -> str:
     assert got.world_size == 2 and got.calls == (1, 1), (got.world_size, got.calls)
     assert got.shard_bytes * 2 >= got.parameter_bytes
     assert all(torch.equal(p._local_tensor, before[k]) and p.grad is None for k, p in model.named_parameters())
-    return json.dumps([[b.frame, b.direction, b.kind, b.parameters, b.bytes] for b in got.buckets])
+    return figures(got)
+
+
+def figures(r: Report) -> str:
+    rows = [[b.frame, b.direction, b.kind, b.parameters, b.bytes] for b in r.buckets]
+    return json.dumps([rows, r.parameters, r.parameter_bytes, r.shard_bytes, r.bytes_per_step, r.peak_gathered_bytes])
 
 
 def test_sharded_model_is_explained_like_the_plain_one(pool) -> None:
     """A model on gloo reduces by all-to-all; a plain one, which has no process group, is told to."""
     both = pool.run(2, sharded_on_rank)
     plain = explain(Broken(), torch.randn(4, 8), lowering="fx", world_size=2, reduce_scatter="all_to_all")
-    assert both[0] == both[1] == json.dumps([[b.frame, b.direction, b.kind, b.parameters, b.bytes] for b in plain.buckets])
+    assert both[0] == both[1] == figures(plain)
 
 
 def test_save_and_json(report: Report, tmp_path: Path) -> None:
