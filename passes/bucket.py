@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from .graph_ops import FREE, aten, c10d, emit, first_use, output_of, positions
+from .graph_ops import FREE, Replaced, aten, c10d, emit, first_use, output_of, positions
 from .roles import KEY, Role, nodes_of, role_of
 
 
@@ -72,13 +72,14 @@ def bucket(graph: fx.Graph, plan: BucketPlan) -> int:
             )
         assert launch.args
     count = 0
-    parts = _parts(graph)
+    parts, replaced = _parts(graph), Replaced()
     for kind, prefix, merge in (("gather", "ag", _merge_gathers), ("reduce", "rs", _merge_reduces)):
         for i, group in enumerate(_groups(graph, kind, plan), 1):
             rest = [n for m in group for n in parts[m.role.bucket]]
-            merge(graph, group, f"{prefix}{i}", plan.mode if kind == "gather" else plan.reduce_mode or plan.mode)
+            merge(graph, group, f"{prefix}{i}", plan.mode if kind == "gather" else plan.reduce_mode or plan.mode, replaced)
             _relabel(rest, f"{prefix}{i}")
             count += 1
+    replaced.finish(graph)
     return count
 
 
@@ -167,15 +168,7 @@ def _relabel(nodes: list[fx.Node], name: str) -> None:
         n.meta[KEY] = replace(n.meta[KEY], bucket=name)
 
 
-def _retire(graph: fx.Graph, group: list[_Member], values: list[fx.Node]) -> None:
-    for m, v in zip(group, values):
-        m.wait.replace_all_uses_with(v)
-    for m in group:
-        graph.erase_node(m.wait)
-        graph.erase_node(m.launch)
-
-
-def _merge_gathers(graph: fx.Graph, group: list[_Member], name: str, mode: str) -> None:
+def _merge_gathers(graph: fx.Graph, group: list[_Member], name: str, mode: str, replaced: Replaced) -> None:
     role = _merged_role(group, name)
     if len(group) > 1:
         first = min(m.launch for m in group)
@@ -190,7 +183,8 @@ def _merge_gathers(graph: fx.Graph, group: list[_Member], name: str, mode: str) 
                           for x, m in zip(items, group)]
             else:
                 values = _packed_gather(graph, inputs, world, pg, role)
-        _retire(graph, group, values)
+        for m, v in zip(group, values):
+            replaced.replace(m.wait, v)
         for m, v in zip(group, values):
             for u in v.users:
                 if (r := role_of(u)) is not None and r.kind == "free":
@@ -228,7 +222,7 @@ def _free_packed(graph: fx.Graph, role: Role, values: list[fx.Node]) -> None:
         graph.erase_node(f)
 
 
-def _merge_reduces(graph: fx.Graph, group: list[_Member], name: str, mode: str) -> None:
+def _merge_reduces(graph: fx.Graph, group: list[_Member], name: str, mode: str, replaced: Replaced) -> None:
     role = _merged_role(group, name)
     if len(group) > 1:
         last = group[-1].launch
@@ -257,7 +251,8 @@ def _merge_reduces(graph: fx.Graph, group: list[_Member], name: str, mode: str) 
             for n in _after(m.wait):
                 tail.append(n)
                 tail = n
-        _retire(graph, group, values)
+        for m, v in zip(group, values):
+            replaced.replace(m.wait, v)
     else:
         group[0].launch.meta[KEY] = role
         group[0].wait.meta[KEY] = replace(group[0].wait.meta[KEY], bucket=name)

@@ -104,6 +104,30 @@ def written_args(node: fx.Node) -> list[fx.Node]:
     return out
 
 
+class Replaced:
+    """Nodes to give way to others. The output's arguments are rewritten once, at the end: each rewrite costs as much as they are many."""
+
+    def __init__(self) -> None:
+        self._by: dict[fx.Node, fx.Node] = {}
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every user of ``old`` but the output use ``new``, at once."""
+        for u in list(old.users):
+            if u.op != "output":
+                u.replace_input_with(old, new)
+        self._by[old] = new
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Let the output follow, and erase the old nodes with whatever of our own only they used."""
+        out = output_of(graph)
+        out.args = fx.map_arg(out.args, lambda n: self._by.get(n, n))
+        for old in self._by:
+            launch = old.args[0]
+            graph.erase_node(old)
+            if isinstance(launch, fx.Node) and not launch.users and KEY in launch.meta:
+                graph.erase_node(launch)
+
+
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Node → place in the graph's order."""
     return {n: i for i, n in enumerate(graph.nodes)}

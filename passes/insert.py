@@ -17,7 +17,7 @@ from torch import fx
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from .graph_ops import FREE, REDUCE_GRAD, UNSHARD, alias_closure, aten, c10d, emit, output_of, positions
+from .graph_ops import FREE, REDUCE_GRAD, UNSHARD, Replaced, alias_closure, aten, c10d, emit, output_of, positions
 from .roles import Role, nodes_of, role_of
 
 _cast = torch.ops.prims.convert_element_type.default
@@ -33,7 +33,9 @@ class Inserted:
 
 def insert(graph: fx.Graph, direction: str) -> Inserted:
     """Expand every marker of ``graph`` in place. ``direction``: "forward" or "backward"."""
-    gathered, reduced = [], []
+    gathered: list[ParamSpec] = []
+    reduced: list[ParamSpec] = []
+    replaced = Replaced()
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (UNSHARD, REDUCE_GRAD):
             continue
@@ -48,8 +50,8 @@ def insert(graph: fx.Graph, direction: str) -> Inserted:
             else:
                 reduced.append(spec)
                 new = _expand_reduce(graph, node.args[0], spec, Role("reduce", _name(spec, "rs", reduced), (spec.fqn,), direction))
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        replaced.replace(node, new)
+    replaced.finish(graph)
     _detach_gradients(graph)
     _insert_frees(graph)
     return Inserted(tuple(gathered), tuple(reduced))

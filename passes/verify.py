@@ -155,16 +155,11 @@ def _packed_parts(graph: fx.Graph, known: dict[str, dict[str, ParamSpec]]) -> No
         start = 0
         if len(found) != len(found[0][1].params):
             _refuse(4, found[0][0], found[0][1], f"one of {len(found)} slices for {len(found[0][1].params)} parameters")
-        for (n, r), fqn in zip(found, r_params(found)):
+        for (n, r), fqn in zip(found, found[0][1].params):
             length = known[kind][fqn].shard_numel * known[kind][fqn].wire_factor
             if n.args[2:4] != (start, start + length):
                 _refuse(4, n, r, f"cuts [{n.args[2]}:{n.args[3]}] for {fqn!r}, which lies at [{start}:{start + length}]")
             start += length
-
-
-def r_params(found: list[tuple[fx.Node, Role]]) -> tuple[str, ...]:
-    """Parameters of the bucket that these slices belong to."""
-    return found[0][1].params
 
 
 def _inputs(launch: fx.Node) -> list[fx.Node]:
@@ -224,6 +219,7 @@ def _strays(graph: fx.Graph, waits: dict[fx.Node, list[fx.Node]]) -> None:
 
 def _lifetimes(graph: fx.Graph, at: dict[fx.Node, int], waits: dict[fx.Node, list[fx.Node]], expect: Expectation) -> None:
     out = output_of(graph)
+    per = {s.fqn: s.gathered_bytes for s in expect.gathered}
     want = Counter(s.fqn for s in expect.gathered if s.world > 1 and s.numel)
     have = Counter(p for _, r in nodes_of(graph, "gather") for p in r.params)
     for fqn in want | have:
@@ -242,7 +238,6 @@ def _lifetimes(graph: fx.Graph, at: dict[fx.Node, int], waits: dict[fx.Node, lis
                 _kept(wait, role, out in users, expect)
                 continue
             free_role = role_of(frees[0])
-            per = {s.fqn: s.gathered_bytes for s in expect.gathered}
             wait_role = role_of(wait)
             assert wait_role is not None
             nbytes = sum(per[p] for p in wait_role.params)
