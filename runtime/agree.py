@@ -29,7 +29,7 @@ def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: flo
 
     Raises `RankMismatch` if they differ, or if a rank does not come to the same point within ``timeout_s`` seconds."""
     size, rank = group.size(), group.rank()
-    if size == 1:
+    if size == 1 or dist.get_backend(group) == "fake":  # a fake group has no peers to ask
         return
     counter = _counters.setdefault(group, Counter())
     counter[topic] += 1
