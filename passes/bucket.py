@@ -96,23 +96,26 @@ def _parts(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]:
     cap = automatic_bytes(graph, kind) if plan.bucket_bytes is None else plan.bucket_bytes
-    if kind == "gather" and plan.limit is not None:
-        cap = min(cap, plan.limit)
     groups: list[list[_Member]] = []
-    last_key, size = None, 0
+    last_key, size, riders = None, 0, 0
     for launch, role in _in_use_order(graph, kind):
         (wait,) = (u for u in launch.users if role_of(u))
         label = plan.label_of.get(role.params[0])
         # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
         key: tuple[Any, ...] = (launch.args[1:], launch.args[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
-        limit = plan.limit if label is not None and kind == "gather" else None
-        fits = (size + role.nbytes <= cap) if label is None else (limit is None or size + role.nbytes <= limit)
+        # Small ones (biases, norms) ride along even with a full bucket, up to a quarter of it: alone they would cost a collective each.
+        within = size + role.nbytes <= cap
+        rides = role.nbytes * 16 <= cap and riders + role.nbytes <= cap // 4
+        fits = label is not None or within or rides
+        if plan.limit is not None and kind == "gather":
+            fits = fits and size + role.nbytes <= plan.limit
         if key == last_key and fits and _only_leaves(wait, kind):
             groups[-1].append(_Member(launch, wait, role))
             size += role.nbytes
+            riders += 0 if within else role.nbytes
         else:
             groups.append([_Member(launch, wait, role)])
-            size = role.nbytes
+            size, riders = role.nbytes, 0
         last_key = key if _only_leaves(wait, kind) else None
     return groups
 
