@@ -17,7 +17,7 @@ from fsdp_compile import compat
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
-from fsdp_compile.runtime.agree import agree, digest
+from fsdp_compile.runtime.agree import agree_once
 from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.spec import ParamSpec
 
@@ -109,7 +109,7 @@ class _Guarded:
         group = _group(name)
         assert group is not None
         lines = [c.signature() for c in self.schedule.collectives if c.group == name]
-        agree_once(group, self.schedule.direction, lines, self.frame.options.timeout_s)
+        agree_once(group, f"{self.schedule.direction} graph", lines, self.frame.options.timeout_s)
         self.agreed[name] = group
 
     def _explain(self, e: RuntimeError) -> RuntimeError:
@@ -124,16 +124,6 @@ def _group(name: str) -> dist.ProcessGroup | None:
         return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except (ValueError, RuntimeError, KeyError):
         return None
-
-
-def agree_once(group: dist.ProcessGroup, direction: str, lines: list[str], timeout_s: float) -> None:
-    """`agree`, unless this process has agreed on the same lines before: a recompile for another length changes no collective,
-    and the other ranks may not recompile at all."""
-    key = (direction, digest(lines))
-    known: set[tuple[str, str]] = group.__dict__.setdefault("_fsdp_agreed", set()) if hasattr(group, "__dict__") else set()
-    if key not in known:
-        agree(group, f"{direction} graph", lines, timeout_s)
-        known.add(key)
 
 
 def _failed_collective(e: BaseException, schedule: Scheduled) -> str | None:

@@ -12,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
+from fsdp_compile.frame import Frame, specs_of
 from fsdp_compile.options import parse
+from fsdp_compile.paths import module_paths
 
-ROWS, WIDTH, HIDDEN = 3, 17, 29  # products of these are no parameter's size
+ROWS, WIDTH, HIDDEN = 3, 17, 67  # products of these are no parameter's size
 LOWERINGS = ["fx", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
 
 
 def build() -> nn.Module:
-    """Activations have 3 * 17, 3 * 29 elements; weights 17 * 29, 29 * 29."""
+    """Activations have 3 * 17, 3 * 67 elements; weights 17 * 67, 67 * 67."""
     torch.manual_seed(0)
     return models.MLP(WIDTH, HIDDEN, WIDTH)
 
@@ -116,8 +118,6 @@ def test_live_bytes_between_forward_and_backward(pool):
 
 def outputs_of_gathers(lowering: str) -> list[str]:
     """Names of forward outputs that are views of a gathered buffer, read off the graph that is run."""
-    from fsdp_compile import frame
-
     bad: list[str] = []
     seen: list[str] = []
 
@@ -133,14 +133,10 @@ def outputs_of_gathers(lowering: str) -> list[str]:
             if n.op == "output" and direction == "forward":
                 bad.extend(a.name for a in n.all_input_nodes if a in tainted)
 
-    class Watched(frame.Frame):
-        def __post_init__(self) -> None:
-            self.observe = observe
-
     def backend(gm, inputs):
-        from fsdp_compile.paths import module_paths
-
-        return Watched(0, parse({"lowering": lowering}), module_paths(frame.specs_of(gm))).compile(gm, inputs)
+        frame = Frame(0, parse({"lowering": lowering}), module_paths(specs_of(gm)))
+        frame.observe = observe
+        return frame.compile(gm, inputs)
 
     model = fully_shard(build())
     torch.compile(model, backend=backend)(torch.randn(ROWS, WIDTH)).sum().backward()
@@ -149,7 +145,8 @@ def outputs_of_gathers(lowering: str) -> list[str]:
 
 
 def _renames(target: str) -> bool:
-    return any(w in target for w in ("wait_tensor", "view", "reshape", "slice", "permute", "transpose", "aten.t.", "getitem", "alias", "_to_copy", "convert"))
+    words = ("wait_tensor", "view", "reshape", "slice", "permute", "transpose", "aten.t.", "getitem", "alias", "_to_copy", "convert")
+    return any(w in target for w in words)
 
 
 @pytest.mark.parametrize("lowering", ["fx"])

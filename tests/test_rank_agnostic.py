@@ -10,9 +10,11 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compile import fully_shard
+from fsdp_compile.frame import Frame, graph_text, specs_of
+from fsdp_compile.options import parse
+from fsdp_compile.paths import module_paths
 
 LOWERINGS = ["fx", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])]
 
@@ -23,24 +25,17 @@ class Graphs:
     def __init__(self, lowering: str) -> None:
         self.lowering = lowering
         self.texts: list[tuple[str, str, str]] = []
+        self.frames: list[Frame] = []
 
     def __call__(self, gm, inputs):
-        from fsdp_compile.frame import Frame, graph_text, specs_of
-        from fsdp_compile.options import parse
-        from fsdp_compile.paths import module_paths
-
         frame = Frame(0, parse({"lowering": self.lowering, "bucket_bytes": 4000}), module_paths(specs_of(gm)))
+        self.frames.append(frame)
         frame.observe = lambda stage, graph, direction: self.texts.append((stage, direction, graph_text(graph)))
         return frame.compile(gm, inputs)
 
     def collectives(self, direction: str) -> list[list[str]]:
-        """The collectives of each lowered graph, in order, with what they send."""
-        out = []
-        for stage, d, text in self.texts:
-            if stage == "lower" and d == direction:
-                lines = [line.strip() for line in text.splitlines() if "_c10d_functional" in line and "wait_tensor" not in line]
-                out.append([line.split("=", 1)[1].split(";")[0] for line in lines])
-        return out
+        """The collectives of each graph that was lowered, in order, with what they send."""
+        return [[c.signature() for c in done.collectives] for f in self.frames for done in f.schedules if done.direction == direction]
 
 
 def dumped(lowering: str) -> list[tuple[str, str, str]]:
@@ -77,33 +72,29 @@ def test_dump_graphs_writes_each_stage(pool):
     assert one == {}, "only rank 0 writes"
 
 
-def collectives_while_compiling() -> dict[str, int]:
-    """Collectives that start while the graphs compile: the runs' own are kept away by an error before they start."""
+class Compiled(Exception):
+    """Stops after compilation, before anything runs."""
+
+
+def compile_alone(lowering: str) -> int:
+    """Rank 0 compiles forward and backward while rank 1 does nothing: a collective would not come back."""
     model = fully_shard(models.mlp())
-    started: list[str] = []
-    names = ["all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier", "scatter", "all_gather_into_tensor"]
-    saved = {n: getattr(dist, n) for n in names}
-    for n in names:
-        setattr(dist, n, lambda *a, n=n, **k: started.append(n))
-    from fsdp_compile.frame import Frame, specs_of
-    from fsdp_compile.options import parse
+    graphs = Graphs(lowering)
 
     def backend(gm, inputs):
-        with CommDebugMode() as comm, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            out = Frame(0, parse({"lowering": "fx"}), {s.fqn: () for s in specs_of(gm)}).compile(gm, inputs)
-        started.extend(str(k) for k in comm.get_comm_counts())
-        return out
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            graphs(gm, inputs)
+        raise Compiled
 
-    try:
-        torch.compile(model, backend=backend)(models.vector_batch(0)[0])
-    finally:
-        for n, f in saved.items():
-            setattr(dist, n, f)
-    return started
+    if dist.get_rank() == 0:
+        with pytest.raises(Exception, match="Compiled"):
+            torch.compile(model, backend=backend)(models.vector_batch(0)[0])
+    return len(graphs.collectives("forward") + graphs.collectives("backward"))
 
 
-def test_compiling_starts_no_collective(pool):
-    assert pool.run(2, collectives_while_compiling) == [[], []]
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_compiling_communicates_nothing(pool, lowering):
+    assert pool.run(2, compile_alone, lowering, pg_timeout_s=10.0) == [2, 0]
 
 
 def lengths(lowering: str, plan: list[list[int]], dynamic: bool | None) -> tuple[list[list[str]], list[list[str]], int]:
