@@ -4,7 +4,7 @@ A marker in a graph is ``fsdp_compile::unshard(shard, spec)``; ``spec`` is a `Pa
 Dynamo then guards a parameter's whole description with one comparison, a printed graph is complete without side tables, and
 the text contains nothing that differs between ranks (design, invariant 4).
 
-    float32[31, 16]@float32 | compute bfloat16 | reduce float32 avg | group 0 x 2 | shard reshard | emb.weight
+    float32[31, 16] | compute bfloat16 | reduce float32 avg | group 0 x 2 | shard reshard | emb.weight
 """
 
 from __future__ import annotations
@@ -163,6 +163,9 @@ def decode(text: str) -> ParamSpec:
     m = _PATTERN.fullmatch(text)
     if m is None:
         raise ValueError(f"not a parameter spec: {text!r}")
+    for name in (m["dtype"], m["compute"], m["reduce"]):
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r} in parameter spec {text!r}")
     return ParamSpec(
         fqn=m["fqn"],
         shape=tuple(int(x) for x in m["shape"].split(",") if x.strip()),

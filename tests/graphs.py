@@ -10,6 +10,7 @@ collective's input that changes between launch and wait is an error.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -385,9 +386,13 @@ def synthetic(layers: int, per_layer: int, width: int = 4, world: int = 2) -> fx
     mode = FakeTensorMode()
     specs = [spec(f"layer{i}.w{j}", width, width, world=world) for i in range(layers) for j in range(per_layer)]
 
-    def add(node: fx.Node, *shape: int) -> fx.Node:
+    @functools.cache
+    def value(*shape: int) -> Tensor:
         with mode:
-            node.meta["val"] = torch.empty(shape, dtype=torch.float64)
+            return torch.empty(shape, dtype=torch.float64)
+
+    def add(node: fx.Node, *shape: int) -> fx.Node:
+        node.meta["val"] = value(*shape)
         return node
 
     shards = [add(graph.placeholder(f"shard_{i}"), s.shard_numel) for i, s in enumerate(specs)]
