@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.runtime.agree import agree
@@ -63,7 +64,8 @@ def fully_shard(
     keep = reshard_after_forward is False
     specs = specs_for(owners, group_name(mesh), mesh.size(), policy, reduce_op, keep)
     group = mesh.get_group()
-    agree(group, "model", [*(s.encode() + f" trainable={owners[i][0].requires_grad}" for i, s in specs.items()), *_buffer_lines(module)], timeout_s)
+    described = [s.encode() + f" trainable={owners[i][0].requires_grad}" for i, s in specs.items()]
+    agree(group, "model", described + _buffer_lines(module), timeout_s)
     if sync_module_states:
         _warn_if_seeds_differ(mesh, owners, timeout_s)
     new_of, nbytes, padding = _build(owners, specs, mesh, sync_module_states)
@@ -113,10 +115,11 @@ def owners_of(root: nn.Module, ignored: set[int]) -> dict[int, tuple[nn.Paramete
 def _check(fqn: str, p: nn.Parameter) -> None:
     if isinstance(p, DTensor):
         raise TypeError(f"parameter {fqn!r} is a DTensor already ({p.placements} on {p.device_mesh}); composition is not supported")
-    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(p, UninitializedParameter):
         raise TypeError(f"parameter {fqn!r} is lazy: run one forward on example inputs before sharding")
     if type(p.data) not in (Tensor, nn.Parameter):
-        raise TypeError(f"parameter {fqn!r} is a {type(p.data).__name__}, a tensor subclass that cannot be sharded; name it in ignored_params")
+        kind = type(p.data).__name__
+        raise TypeError(f"parameter {fqn!r} is a {kind}, a tensor subclass that cannot be sharded; name it in ignored_params")
     if not (p.is_floating_point() or p.is_complex()) or p.is_quantized:
         raise TypeError(f"parameter {fqn!r} has dtype {p.dtype}, which cannot be sharded; name it in ignored_params")
     if p.layout != torch.strided:
@@ -261,7 +264,8 @@ def module_classes(root: nn.Module) -> dict[str, tuple[str, ...]]:
     named = dict(root.named_modules(remove_duplicate=False))
     for prefix, m in root.named_modules():
         parts = prefix.split(".") if prefix else []
-        path = tuple(f"{p}:{type(named[p]).__name__.removeprefix('FSDP')}" for p in (".".join(parts[:k]) for k in range(len(parts) + 1)) if p in named)
+        around = [".".join(parts[:k]) for k in range(len(parts) + 1)]
+        path = tuple(f"{p}:{type(named[p]).__name__.removeprefix('FSDP')}" for p in around if p in named)
         for name in m._parameters:
             out[f"{prefix}.{name}" if prefix else name] = path
     return out

@@ -24,13 +24,15 @@ _frames = itertools.count()
 configure()
 
 
-def fsdp(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
+def fsdp(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
     """Compile one Dynamo graph into a fully sharded one. Options: `fsdp_compile.options.Options`.
 
     At the first graph of a plain model it shards the model and asks Dynamo to trace again. Raises ValueError for bad options."""
     opts = parse(options)
     if mode not in (None, "default"):
-        raise ValueError(f"mode={mode!r}: backend 'fsdp' takes options instead, for example options={{'inductor': {{'max_autotune': True}}}}")
+        raise ValueError(f"mode={mode!r}: backend 'fsdp' takes options instead, such as options={{'inductor': {{'max_autotune': True}}}}")
     plain = plain_parameters(gm)
     if plain and shard_owner(plain, opts):
         compat.restart_dynamo("fsdp_compile sharded the model")

@@ -125,7 +125,7 @@ def compile_inductor(
             return make_boxed(graph_module)
         out = compile_fx_inner(graph_module, example_inputs, **kwargs)
         if getattr(out, "current_callable", None) is not None:
-            out.current_callable = wrap(out.current_callable)  # type: ignore[union-attr]
+            out.current_callable = wrap(out.current_callable)  # type: ignore[attr-defined]
         return out
 
     patches = {

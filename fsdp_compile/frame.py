@@ -64,7 +64,7 @@ class Frame:
 
     def _may_escape(self, gm: fx.GraphModule, is_backward: bool) -> frozenset[str]:
         """Parameters whose whole value may leave the graph: returned by the program, or kept for backward by the user's wish."""
-        kept = {s.fqn for s in markers.marker_specs(gm) if not s.reshard}
+        kept = frozenset(s.fqn for s in markers.marker_specs(gm) if not s.reshard)
         return kept | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
 
 

@@ -26,7 +26,6 @@ def repoint(new_of: Mapping[int, nn.Parameter], shard_state: Callable[[Tensor, n
                 changed += 1
                 if p in obj.state:
                     state = obj.state.pop(p)
-                    obj.state[new] = {
-                        k: shard_state(v, new) if isinstance(v, Tensor) and v.shape == new.shape and v.dim() else v for k, v in state.items()
-                    }
+                    like = {k for k, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == new.shape}
+                    obj.state[new] = {k: shard_state(v, new) if k in like else v for k, v in state.items()}
     return changed

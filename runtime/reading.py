@@ -32,8 +32,8 @@ def _whole(p: Any) -> Tensor:
 def _read(module: Any, name: str) -> Any:
     """What the properties call. Dynamo traces it: every attribute that it reads becomes a guard, so it reads few.
 
-    A trainable parameter's leaf comes from a side table, because a guard on a DTensor costs ten times one on a plain tensor. A frozen one is
-    read through the DTensor itself, whose ``requires_grad`` is then guarded."""
+    A trainable parameter's leaf comes from a side table, because a guard on a DTensor costs ten times one on a plain tensor. A frozen
+    one is read through the DTensor itself, whose ``requires_grad`` is then guarded."""
     if not torch.compiler.is_compiling():
         return _read_eager(module, name)
     leaf = module._fsdp_leaves[name]
@@ -112,7 +112,7 @@ class _Sharded:
 def fill_table(module: nn.Module) -> None:
     """Set the module's name → leaf table: the leaf of a trainable parameter, None for what is read through the parameter itself."""
     if state_of(module) is not None:
-        leaves = {n: p._fsdp_shard if p is not None and hasattr(p, "_fsdp_shard") and p.requires_grad else None for n, p in module._parameters.items()}
+        leaves = {n: getattr(p, "_fsdp_shard", None) if p is not None and p.requires_grad else None for n, p in module._parameters.items()}
         module.__dict__["_fsdp_leaves"] = leaves
         for n, p in module._parameters.items():
             if leaves[n] is not None:

@@ -127,7 +127,10 @@ def convert(p: Any, fn: Callable[[Tensor], Tensor]) -> None:
     if shard is old or (shard.data_ptr() == old.data_ptr() and shard.dtype == old.dtype and shard.device == old.device and old.numel()):
         return
     if shard.device.type not in ("meta", mesh.device_type):
-        raise ValueError(f"parameter {spec.fqn!r} is sharded over a mesh on {mesh.device_type!r} and cannot move to {shard.device}; move the model first")
+        raise ValueError(
+            f"parameter {spec.fqn!r} is sharded over a mesh on {mesh.device_type!r} and cannot move to {shard.device}; move the model "
+            "before it is sharded"
+        )
     if shard.dtype != spec.dtype:
         spec = _with_dtype(spec, shard.dtype)
     grad = None if p.grad is None else fn(p.grad._local_tensor)

@@ -78,7 +78,8 @@ def fake_group() -> Iterator[None]:
 def generated(**options: object) -> tuple[list[Event], list[Event]]:
     """Events of the forward and the backward graph's generated code."""
     inductor = {"force_disable_caches": True, **options.pop("inductor", {})}  # type: ignore[dict-item]
-    model = torch.compile(Layers(), backend="fsdp", options={"bucket_modules": ["norm.*", "up.*", "down.*"], "inductor": inductor, **options})
+    buckets = ["norm.*", "up.*", "down.*"]
+    model = torch.compile(Layers(), backend="fsdp", options={"bucket_modules": buckets, "inductor": inductor, **options})
     _, codes = run_fw_bw_and_get_code(lambda: model(torch.randn(8, 64)))
     assert len(codes) == 2
     return events(codes[0]), events(codes[1])
