@@ -1,0 +1,52 @@
+"""Inductor's cache of compiled graphs: a second process finds what the first compiled; other options or another model do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor
+
+pytestmark = [pytest.mark.slow, pytest.mark.inductor]
+
+
+def compile_once(options: dict[str, Any], hidden: int = 14) -> tuple[int, int, list[Tensor]]:
+    """Cache hits, misses, and gradients of one step."""
+    model = models.mlp(hidden=hidden)
+    fast = torch.compile(model, backend="fsdp", options=options)
+    x, y = models.vector_batch(0)
+    models.square_loss(fast(x), y).backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    counts = torch._dynamo.utils.counters["inductor"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"], grads
+
+
+def in_new_processes(folder: Path, *args: Any) -> list[tuple[int, int, list[Tensor]]]:
+    pool = Pool({"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+    try:
+        return pool.run(2, compile_once, *args, timeout_s=200)
+    finally:
+        pool.close()
+
+
+def test_second_start_hits_and_other_options_miss(tmp_path):
+    plain = models.mlp()
+    x, y = models.vector_batch(0)
+    models.square_loss(plain(x), y).backward()
+
+    def check(results, hits: int, misses: int) -> None:
+        assert sum(h for h, *_ in results) >= hits
+        missed = sum(m for _, m, _ in results)
+        assert missed == 0 if misses == 0 else missed >= misses
+        for *_, grads in results:
+            for g, p in zip(grads, plain.parameters(), strict=True):
+                torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-6)
+
+    check(in_new_processes(tmp_path, {}), 0, 2)
+    check(in_new_processes(tmp_path, {}), 4, 0)  # forward and backward on both ranks
+    check(in_new_processes(tmp_path, {"bucket_bytes": 0}), 0, 2)
+    check(in_new_processes(tmp_path, {"bucket_bytes": 0, "prefetch": 3}), 0, 1)
