@@ -92,10 +92,12 @@ def test_a_precision_of_its_own_for_each_parameter(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_parameters(mode: str, dtype: torch.dtype) -> None:
-    specs = (spec("a", 3, 3, world=2, dtype=dtype), spec("b", 5, 3, world=2, dtype=dtype), spec("c", world=2, dtype=dtype))
+    shapes: dict[str, tuple[int, ...]] = {"a": (3, 3), "b": (5, 3), "c": (), "d": (3,)}
+    specs = tuple(spec(n, *shape, world=2, dtype=dtype) for n, shape in shapes.items())
 
     def fn(read: Read, x: Any) -> Any:
-        return (torch.view_as_real(x.to(dtype) @ read("a") @ read("b").conj().t() * read("c")), torch.view_as_real(read("a").conj() * 2))
+        y = x.to(dtype) @ read("a") @ read("b").conj().t() * read("c")
+        return tuple(torch.view_as_real(z) for z in (y, read("a").conj() * 2, read("d").conj() * 2))
 
     program = Program(fn, specs, (torch.empty(2, 3, dtype=dtype.to_real()),))
     tol = 1e-5 if dtype is torch.complex64 else 1e-12

@@ -110,6 +110,13 @@ def test_a_limit_on_gathers_is_kept_and_used(direction: str, prefetch: int, buck
     assert most == gather_peak(graph) and alive == 0
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_limit_that_suffices_changes_nothing(direction: str) -> None:
+    """What is freed counts no more: the last gathers are prefetched like the first."""
+    free, tight = (graph_of(direction, bucket_bytes=0, prefetch=1, limit=limit) for limit in (None, 2 * BYTES))
+    assert text(tight) == text(free)
+
+
 def two_at_once(read: Read, x: Any) -> Any:
     a, b = read("a"), read("b")
     return torch.tanh(x @ a) @ b + x @ (a @ b @ read("c"))
