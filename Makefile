@@ -20,7 +20,8 @@ test: .venv/.test-stamp
 
 lint: .venv/.test-stamp
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p fsdp_compile
+	rm -rf build/lint && $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target build/lint .
+	cd build/lint && $(CURDIR)/$(BIN)/mypy --config-file ../../pyproject.toml -p fsdp_compile  # as installed: editable hides passes/
 
 clean:
 	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -201,6 +201,8 @@ def set_recompute(node: torch.fx.Node, keep: bool, graph_id: int = 1 << 40) -> N
 
 def eager_backward_compile() -> Any:
     """Context: compile the backward graph together with the forward, not at the first backward call."""
+    import torch._functorch.config
+
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 
 

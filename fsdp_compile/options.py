@@ -71,6 +71,11 @@ class Options:
             raise ValueError(f"option reduce_op must be 'avg' or 'sum', got {self.reduce_op!r}")
         if self.reduce_scatter not in ("auto", "native", "all_to_all"):
             raise ValueError(f"option reduce_scatter must be 'auto', 'native' or 'all_to_all', got {self.reduce_scatter!r}")
+        if self.limit_all_gathers is not None and self.collective == "packed":
+            raise ValueError(
+                "options limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists "
+                "twice; use collective='coalesced'"
+            )
         if self.timeout_s <= 0:
             raise ValueError(f"option timeout_s must be positive, got {self.timeout_s}")
         if self.bucket_bytes is not None and self.min_num_params is not None:

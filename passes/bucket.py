@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from .graph_ops import FREE, Replaced, aten, c10d, emit, first_use, output_of, positions
+from .graph_ops import FREE, Replaced, aten, c10d, emit, first_use, output_of, positions, sources
 from .roles import KEY, Role, nodes_of, role_of
 
 
@@ -102,7 +102,7 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
         (wait,) = (u for u in launch.users if role_of(u))
         label = plan.label_of.get(role.params[0])
         # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
-        key: tuple[Any, ...] = (launch.args[1:], launch.args[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
+        key: tuple[Any, ...] = (launch.args[1:], sources(launch)[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
         # Small ones (biases, norms) ride along even with a full bucket, up to a quarter of it: alone they would cost a collective each.
         within = size + role.nbytes <= cap
         rides = role.nbytes * 16 <= cap and riders + role.nbytes <= cap // 4

@@ -85,6 +85,12 @@ def alias_closure(roots: Iterable[fx.Node]) -> list[fx.Node]:
     return list(seen)
 
 
+def sources(launch: fx.Node) -> list[fx.Node]:
+    """What a collective sends: one node, or the list of a coalesced one."""
+    first = launch.args[0]
+    return [n for n in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(n, fx.Node)]
+
+
 def first_use(launch: fx.Node, at: dict[fx.Node, int]) -> int:
     """Position of the first node that really reads what a gather delivers (views of it and our own nodes do not count)."""
     uses = [at[u] for n in alias_closure([launch]) for u in n.users if KEY not in u.meta and not is_alias_op(u)]

@@ -118,7 +118,10 @@ def _detach_gradients(graph: fx.Graph) -> None:
     gathered = set(alias_closure(n for n, _ in nodes_of(graph, "wait_gather")))
     for pack, role in nodes_of(graph, "pack", "reduce"):
         grad = pack.args[0]
-        if isinstance(grad, fx.Node) and grad in gathered and (role_of(grad) is None or role_of(grad).bucket != role.bucket):
+        if not isinstance(grad, fx.Node) or grad not in gathered:
+            continue
+        theirs = role_of(grad)
+        if theirs is None or theirs.bucket != role.bucket:
             with graph.inserting_before(pack):
                 copy = graph.call_function(aten.clone.default, (grad,))
             copy.meta["val"] = grad.meta["val"]

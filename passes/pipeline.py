@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from fsdp_compile.spec import ParamSpec
 
 from .bucket import BucketPlan, bucket
 from .exchange import exchange
-from .graph_ops import positions
+from .graph_ops import positions, sources
 from .insert import insert
 from .lower import lower
 from .roles import nodes_of, role_of
@@ -24,6 +25,7 @@ from .verify import Expectation, verify
 
 log = logging.getLogger("fsdp_compile.passes")
 
+_T = TypeVar("_T")
 _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 
 # observer(stage, graph): called with "markers" before the first pass, then after each pass.
@@ -96,7 +98,7 @@ def run_passes(
     return Scheduled(direction, table, inserted.gathered, inserted.reduced, peak)
 
 
-def _timed(name: str, graph: fx.Graph, show: Observer, run: Callable[[], object]) -> object:
+def _timed(name: str, graph: fx.Graph, show: Observer, run: Callable[[], _T]) -> _T:
     loud = log.isEnabledFor(logging.INFO)
     before = op_counts(graph) if loud else Counter()
     start = time.perf_counter()
@@ -123,14 +125,13 @@ def collective_table(graph: fx.Graph) -> tuple[Collective, ...]:
     rows = []
     for launch, role in nodes_of(graph, "gather", "reduce"):
         wait = first_wait[role.bucket]
-        first = launch.args[0][0] if isinstance(launch.args[0], (list, tuple)) else launch.args[0]
         rows.append(
             Collective(
                 kind="all_gather" if role.kind == "gather" else "all_to_all" if launch.target is _EXCHANGE else "reduce_scatter",
                 bucket=role.bucket,
                 params=role.params,
                 nbytes=role.nbytes,
-                dtype=str(first.meta["val"].dtype).removeprefix("torch."),
+                dtype=str(sources(launch)[0].meta["val"].dtype).removeprefix("torch."),
                 group=str(launch.args[-1]),
                 launch=at[launch],
                 wait=wait,

@@ -323,9 +323,9 @@ def _inputs_untouched(graph: fx.Graph, at: dict[fx.Node, int], waits: dict[fx.No
             if not at[launch] < at[n] < until:
                 continue
             memory = memory or set(alias_closure(_memory_sources(_inputs(launch))))
-            for w in written:
-                if w in memory:
-                    _refuse(6, n, role_of(launch), f"writes {w.name} while {launch.name} is still reading it")
+            for target in written:
+                if target in memory:
+                    _refuse(6, n, role_of(launch), f"writes {target.name} while {launch.name} is still reading it")
 
 
 def _bytes(graph: fx.Graph, expect: Expectation) -> None:

@@ -151,7 +151,7 @@ def install(module: nn.Module, names: tuple[str, ...], state: FSDPState) -> None
     """Switch ``module``, whose parameters are sharded already, to its sharded class."""
     module.__dict__["_fsdp_state"] = state
     if names:
-        module.__class__ = sharded_class(type(module), names)
+        module.__class__ = sharded_class(type(module), names)  # type: ignore[arg-type]
         fill_table(module)
         module.register_load_state_dict_post_hook(_after_load)
 

@@ -104,13 +104,10 @@ def new_parameter(shard: Tensor, spec: ParamSpec, mesh: DeviceMesh, requires_gra
     """An ``nn.Parameter`` holding a DTensor whose local tensor is a view of ``shard``."""
     rank = mesh.get_local_rank()
     local = shard.detach()[: spec.local_numel(rank)].view(spec.local_shape(rank))
-    stride, step = [], 1
-    for d in reversed(spec.shape):
-        stride.insert(0, step)
-        step *= max(d, 1)
+    stride = torch.empty(spec.shape, device="meta").stride()
     placement = Shard(0) if spec.kind == "shard" else Replicate()
     shape = torch.Size(spec.shape)
-    d = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=tuple(stride))
+    d = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
     p = nn.Parameter(d, requires_grad=requires_grad)
     attach(p, shard, spec)
     return p
@@ -153,7 +150,7 @@ def adopt(p: Tensor | None) -> bool:
     spec = decode(p._fsdp_spec)
     same = leaf is not None and leaf._fsdp_of() is p and leaf.device == local.device and leaf.dtype == local.dtype
     if same and local.numel() and not local.is_meta:
-        same = leaf.data_ptr() == local.data_ptr()
+        same = leaf is not None and leaf.data_ptr() == local.data_ptr()
     if same:
         return False
     if local.dtype != spec.dtype:
