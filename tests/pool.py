@@ -127,7 +127,8 @@ def _run(rank: int, world: int, store: str, pg_timeout_s: float, task: bytes) ->
 
     try:
         fn, args, kwargs = pickle.loads(task)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=pg_timeout_s))
+        files = dist.FileStore(store, world)
+        dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timedelta(seconds=pg_timeout_s))
         torch.manual_seed(0)
         answer = (True, fn(*args, **kwargs))
         data = pickle.dumps(answer)
