@@ -54,7 +54,7 @@ class Options:
     bucket_bytes: int | None = None
     bucket_modules: tuple[str, ...] = ()
     min_num_params: int | None = None
-    prefetch: int = 1
+    prefetch: int = 2
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
     collective: str = "coalesced"

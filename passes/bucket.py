@@ -49,10 +49,12 @@ class BucketPlan:
 def automatic_bytes(graph: fx.Graph, kind: str) -> int:
     """A sixteenth of what the graph's collectives of one kind ("gather" or "reduce") move, between 1 and 25 MiB.
 
-    Large models: 25 MiB, where bandwidth is saturated. Small ones: still many buckets, because the first gather and the last
-    reduction of a step hide behind nothing."""
+    Large models: 25 MiB, where bandwidth is saturated. Small ones: still many buckets, to overlap at all."""
     total = sum(role.nbytes for _, role in nodes_of(graph, kind))
     return min(max(total // 16, 1 << 20), 25 << 20)
+
+
+_RAMP = 4  # buckets until the automatic size is reached
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,26 @@ def _parts(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]:
+    """Members of each bucket, in order.
+
+    With the automatic size the first gathers and the last reductions are small and grow by doubling: they hide behind nothing, so
+    that compute should not wait for more than it needs, nor the step end with a large reduction."""
+    automatic = plan.bucket_bytes is None
     cap = automatic_bytes(graph, kind) if plan.bucket_bytes is None else plan.bucket_bytes
+    order = _in_use_order(graph, kind)
+    backwards = automatic and kind == "reduce"  # the ramp starts at the end of the step
+    if backwards:
+        order.reverse()
     groups: list[list[_Member]] = []
     last_key, size, riders = None, 0, 0
-    for launch, role in _in_use_order(graph, kind):
+    for launch, role in order:
         (wait,) = (u for u in launch.users if role_of(u))
         label = plan.label_of.get(role.params[0])
         # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
         key: tuple[Any, ...] = (launch.args[1:], sources(launch)[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
+        limit = max(cap >> max(0, _RAMP - len(groups)), min(cap, 1 << 20)) if automatic else cap
         # Small ones (biases, norms) ride along even with a full bucket, up to a quarter of it: alone they would cost a collective each.
-        within = size + role.nbytes <= cap
+        within = size + role.nbytes <= limit
         rides = role.nbytes * 16 <= cap and riders + role.nbytes <= cap // 4
         fits = label is not None or within or rides
         if plan.limit is not None and kind == "gather":
@@ -117,7 +129,7 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
             groups.append([_Member(launch, wait, role)])
             size, riders = role.nbytes, 0
         last_key = key if _only_leaves(wait, kind) else None
-    return groups
+    return [g[::-1] for g in reversed(groups)] if backwards else groups
 
 
 def _apart(launch: fx.Node, wait: fx.Node, role: Role, mode: str) -> Any:

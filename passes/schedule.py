@@ -27,7 +27,7 @@ class SchedulePlan:
     buffers alive at once, in flight or in use (None: no limit). ``limit_reduces``: most bytes of reductions in flight (None: two
     largest buckets)."""
 
-    prefetch: int = 1
+    prefetch: int = 2
     limit_gathers: int | None = None
     limit_reduces: int | None = None
 
