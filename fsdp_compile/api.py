@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_compile.runtime.agree import agree
 from fsdp_compile.runtime.layout import make_layout
 from fsdp_compile.runtime.mesh import group_name, resolve_mesh
-from fsdp_compile.runtime.optimizers import repoint
+from fsdp_compile.runtime.optimizers import repoint, retire
 from fsdp_compile.runtime.reading import install
 from fsdp_compile.runtime.sharding import FSDPState, fill, local_rows, make_flat, new_parameter, slot_view, state_of
 from fsdp_compile.spec import ParamSpec, decode
@@ -225,6 +225,7 @@ def _carry_over(old: nn.Parameter, new: nn.Parameter, mesh: DeviceMesh) -> None:
         new.grad = _shard_like(old.grad, new, mesh)
         old.grad = None
     old.data = old.data.new_empty(0)
+    retire(old, decode(new._fsdp_spec).fqn)  # type: ignore[attr-defined]
 
 
 def _buffer_lines(module: nn.Module) -> list[str]:

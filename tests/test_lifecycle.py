@@ -200,3 +200,18 @@ def two_forwards_two_backwards() -> None:
 
 def test_two_forwards_then_two_backwards(pool):
     pool.run(2, two_forwards_two_backwards)
+
+
+def parameters_held_from_before() -> None:
+    model = models.mlp()
+    held = list(model.parameters())
+    x, target = BATCHES[0]
+    models.square_loss(compiled(model)(x), target).backward()
+    with pytest.raises(RuntimeError, match=r"'[\w.]+' was replaced when the model was sharded.*take model.parameters\(\) again"):
+        torch.nn.utils.clip_grad_norm_(held, 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert parity.full(norm) > 0
+
+
+def test_parameters_held_from_before_sharding_fail_loudly(pool):
+    pool.run(2, parameters_held_from_before)
