@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -62,9 +63,25 @@ def dedupe(gm: fx.GraphModule) -> int:
             first[key] = node
             if grad_mode is not None and getattr(node.args[0], "op", "") == "placeholder":
                 changed.add(node)
-    if moved:
+    if moved + _distinguish(gm):
         gm.recompile()
     return moved
+
+
+def _distinguish(gm: fx.GraphModule) -> int:
+    """Give parameters of different models that share an FQN in one graph (teacher and student, a copy for EMA) names of their own:
+    ``l1.weight``, ``l1.weight@2``. Returns how many."""
+    owners: dict[str, list[fx.Node]] = {}
+    renamed = 0
+    for node in [n for n in gm.graph.nodes if is_marker(n)]:
+        spec, shard = decode(node.args[1]), node.args[0]
+        mine = owners.setdefault(spec.fqn, [])
+        if shard not in mine:
+            mine.append(shard)
+        if k := mine.index(shard):
+            node.update_arg(1, replace(spec, fqn=f"{spec.fqn}@{k + 1}").encode())
+            renamed += 1
+    return renamed
 
 
 def _hoist(gm: fx.GraphModule, call: fx.Node) -> int:

@@ -215,3 +215,31 @@ def parameters_held_from_before() -> None:
 
 def test_parameters_held_from_before_sharding_fail_loudly(pool):
     pool.run(2, parameters_held_from_before)
+
+
+def teacher_and_student() -> None:
+    """Two models of one class, with the same FQNs, in one compiled function."""
+
+    def run(teacher: nn.Module, student: nn.Module, wrap) -> list[Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            return (teacher(x).detach() - student(x)).square().mean() + 0.1 * teacher(x).mean()
+
+        x, _ = BATCHES[0]
+        wrap(loss)(x).backward()
+        return [p.grad for m in (teacher, student) for p in m.parameters()]
+
+    def pair() -> list[nn.Module]:
+        first, second = models.mlp(), models.mlp()
+        with torch.no_grad():
+            for p in second.parameters():
+                p.mul_(0.7)
+        return [first, second]
+
+    want = run(*pair(), lambda fn: fn)
+    got = run(*[fully_shard(m) for m in pair()], lambda fn: torch.compile(fn, backend="fsdp", options=FX, fullgraph=True))
+    for a, b in zip(want, got):
+        torch.testing.assert_close(parity.full(b), a, rtol=1e-6, atol=1e-7)
+
+
+def test_two_models_with_the_same_names_in_one_graph(pool):
+    pool.run(2, teacher_and_student)
