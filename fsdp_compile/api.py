@@ -78,7 +78,7 @@ def fully_shard(
             m._parameters[name] = new_of[i]
             names_of.setdefault(m, []).append(name)
     for m in module.modules():
-        install(m, tuple(names_of.get(m, ())), state)
+        install(m, tuple(names_of.get(m, ())), state, root=m is module)
     repoint(new_of, lambda t, new: _shard_like(t, new, mesh))
     for i, (p, _) in owners.items():
         _carry_over(p, new_of[i], mesh)

@@ -46,6 +46,7 @@ class Frame:
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             direction = "backward" if is_backward else "forward"
+            markers.erase_identities(graph_module.graph)  # inference: there was no joint graph
             observer: Observer = lambda stage, g: self.observe(stage, g, direction)  # noqa: E731
             done = run_passes(graph_module.graph, direction, plan, self._may_escape(graph_module, is_backward), observer)
             graph_module.recompile()
@@ -58,6 +59,7 @@ class Frame:
 
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
+        markers.erase_identities(graph)
         keep = self.escaping = markers.escaping(graph)
         markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
         self.observe("tagged", graph, "joint")

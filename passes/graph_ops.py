@@ -16,6 +16,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 UNSHARD = torch.ops.fsdp_compile.unshard.default
 REDUCE_GRAD = torch.ops.fsdp_compile.reduce_grad.default
+COLLECT = torch.ops.fsdp_compile.collect.default
+WITH_PENDING = torch.ops.fsdp_compile.with_pending.default
 FREE = torch.ops.fsdp_compile.free.default
 
 # Ops that return their input, or part of it, when strides allow; their schema does not say so.

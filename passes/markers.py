@@ -10,10 +10,11 @@ from torch import fx
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from .graph_ops import REDUCE_GRAD, UNSHARD, alias_closure, aten, is_alias_op
+from .graph_ops import COLLECT, REDUCE_GRAD, UNSHARD, WITH_PENDING, alias_closure, aten, is_alias_op
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _UNARY = {aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default}
+_DYNAMO_PENDING = (WITH_PENDING, torch.ops.fsdp_compile.with_pending)
 # A Dynamo graph holds the op either as torch.ops.x.y or as its default overload.
 _DYNAMO_UNSHARD = (UNSHARD, torch.ops.fsdp_compile.unshard)
 
@@ -63,6 +64,13 @@ def dedupe(gm: fx.GraphModule) -> int:
             first[key] = node
             if grad_mode is not None and getattr(node.args[0], "op", "") == "placeholder":
                 changed.add(node)
+    seen: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+    for node in [n for n in gm.graph.nodes if n.target in _DYNAMO_PENDING]:  # what was collected is added once, however often w is read
+        first_add = seen.setdefault((node.args[0], node.args[1]), node)
+        if first_add is not node:
+            node.replace_all_uses_with(first_add)
+            gm.graph.erase_node(node)
+            moved += 1
     if moved + _distinguish(gm):
         gm.recompile()
     return moved
@@ -110,9 +118,28 @@ def _hoist(gm: fx.GraphModule, call: fx.Node) -> int:
         ph.meta["example_value"] = marker.meta.get("example_value")
         body.graph.erase_node(marker)
         moved += 1
+    for add in [n for n in body.graph.nodes if n.target in _DYNAMO_PENDING and all(a in inputs for a in n.args)]:
+        w, pending = add.args
+        if len(w.users) == 1:
+            with gm.graph.inserting_before(call):
+                outer = gm.graph.call_function(add.target, tuple(call.args[1 + inputs.index(a)] for a in (w, pending)))
+            outer.meta.update(add.meta)
+            call.update_arg(1 + inputs.index(w), outer)
+            add.replace_all_uses_with(w)
+            body.graph.erase_node(add)
+            moved += 1
     if moved:
         body.recompile()
     return moved
+
+
+def erase_identities(graph: fx.Graph) -> int:
+    """Take ``collect`` and ``with_pending`` out of a graph whose derivatives are taken; both are their first argument."""
+    found = [n for n in graph.nodes if n.op == "call_function" and n.target in (COLLECT, WITH_PENDING)]
+    for n in found:
+        n.replace_all_uses_with(n.args[0])
+        graph.erase_node(n)
+    return len(found)
 
 
 def unary_chain(marker: fx.Node) -> list[fx.Node]:

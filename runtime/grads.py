@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import compat
 
+from .accumulation import reduced
+
 
 def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None]:
     """The hook for the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
@@ -25,6 +27,8 @@ def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None
         leaf.grad = None
         if g is None or owner is None:  # the hook also fires when a graph gave no gradient
             return
+        if "_fsdp_pending" in owner.__dict__:
+            reduced(owner)
         if not owner.requires_grad:
             # Frozen since the graph was compiled: drop this gradient, and let the next read go through the parameter itself.
             for module in owner._fsdp_owners:  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
-"""The two operators that mark a sharded parameter in a graph: schema, fake kernel, eager kernel and autograd rule, side by side.
+"""The operators that mark a sharded parameter in a graph: schema, fake kernel, eager kernel and autograd rule, side by side.
 
     unshard(Tensor shard, str spec) -> Tensor         [shard_numel] → spec.shape, in spec.compute_dtype
     reduce_grad(Tensor grad, str spec) -> Tensor      spec.shape → [shard_numel], in spec.dtype
+    collect(Tensor w, Tensor into) -> Tensor          w; its gradient accumulates on the leaf `into`, whole and unreduced
+    with_pending(Tensor w, Tensor grad) -> Tensor     w; adds `grad`, collected earlier, to its gradient
 
 In a compiled graph both are only markers: the passes replace them by scheduled collectives. The eager kernels below serve code that
 Dynamo leaves out (after a graph break, in a disabled helper); they communicate at once and wait.
@@ -20,6 +22,8 @@ from fsdp_compile.spec import ParamSpec, decode
 _LIB = torch.library.Library("fsdp_compile", "DEF")
 _LIB.define("unshard(Tensor shard, str spec) -> Tensor")
 _LIB.define("reduce_grad(Tensor grad, str spec) -> Tensor")
+_LIB.define("collect(Tensor w, Tensor into) -> Tensor")
+_LIB.define("with_pending(Tensor w, Tensor grad) -> Tensor")
 # Ends the life of a gathered buffer in a graph; exists only between the passes (lowering turns it into liveness).
 _LIB.define("free(Tensor buffer) -> ()")
 
@@ -121,7 +125,34 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     )
 
 
+def _identity(w: Tensor, other: Tensor) -> Tensor:
+    return w.clone()  # an operator must not return its input; in compiled graphs both are taken out (`markers.erase_identities`)
+
+
+def _identity_fake(w: Tensor, other: Tensor) -> Tensor:
+    return torch.empty_like(w)
+
+
+def _collect_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.dtype = inputs[1].dtype
+
+
+def _collect_backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    return None, grad.to(ctx.dtype)
+
+
+def _pending_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _pending_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (earlier,) = ctx.saved_tensors
+    return grad.to(earlier.dtype) + earlier, None
+
+
 for _name, _fn, _fake in (
+    ("collect", _identity, _identity_fake),
+    ("with_pending", _identity, _identity_fake),
     ("unshard", _unshard_eager, _unshard_fake),
     ("reduce_grad", _reduce_grad_eager, _reduce_grad_fake),
 ):
@@ -131,6 +162,10 @@ _LIB.impl("free", lambda buffer: None, "CompositeExplicitAutograd")
 torch.library.register_fake("fsdp_compile::free", lambda buffer: None, lib=_LIB)
 torch.library.register_autograd("fsdp_compile::unshard", _unshard_backward, setup_context=_unshard_setup, lib=_LIB)
 torch.library.register_autograd("fsdp_compile::reduce_grad", _no_double_backward, setup_context=_unshard_setup, lib=_LIB)
+torch.library.register_autograd("fsdp_compile::collect", _collect_backward, setup_context=_collect_setup, lib=_LIB)
+torch.library.register_autograd("fsdp_compile::with_pending", _pending_backward, setup_context=_pending_setup, lib=_LIB)
 
 unshard = torch.ops.fsdp_compile.unshard.default
 reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
+collect = torch.ops.fsdp_compile.collect.default
+with_pending = torch.ops.fsdp_compile.with_pending.default

@@ -17,16 +17,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .ops import unshard
+from .ops import collect, unshard, with_pending
+from .accumulation import set_requires_gradient_sync
 from .sharding import FSDPState, adopt, convert, state_of
 
 _CALL_FRAMES = frozenset({"_call_impl", "_wrapped_call_impl"})
 
 
-def _whole(p: Any) -> Tensor:
+def _whole(module: Any, name: str, p: Any) -> Tensor:
     """The whole parameter, differentiable if the parameter is trainable."""
     w = unshard(p._fsdp_shard, p._fsdp_spec)
-    return w if p.requires_grad else w.detach()
+    return _accumulating(module, name, w) if p.requires_grad else w.detach()
+
+
+def _accumulating(module: Any, name: str, w: Tensor) -> Tensor:
+    """``w`` as `set_requires_gradient_sync` wants it: collecting its gradient unreduced, or adding what was collected."""
+    held = module._fsdp_accumulate
+    if held is None:
+        return w
+    tensor = held.get(name)
+    if tensor is None:
+        return w
+    return collect(w.detach(), tensor) if tensor.requires_grad else with_pending(w, tensor)
 
 
 def _read(module: Any, name: str) -> Any:
@@ -38,9 +50,9 @@ def _read(module: Any, name: str) -> Any:
         return _read_eager(module, name)
     leaf = module._fsdp_leaves[name]
     if leaf is not None:
-        return unshard(leaf, leaf._fsdp_spec)
+        return _accumulating(module, name, unshard(leaf, leaf._fsdp_spec))
     p = module._parameters[name]
-    return p if p is None else _whole(p)
+    return p if p is None else _whole(module, name, p)
 
 
 def _read_eager(module: nn.Module, name: str) -> Any:
@@ -51,7 +63,7 @@ def _read_eager(module: nn.Module, name: str) -> Any:
         return p
     if adopt(p):
         fill_table(module)
-    return _whole(p)
+    return _whole(module, name, p)
 
 
 def _in_forward(module: nn.Module) -> bool:
@@ -88,6 +100,10 @@ class _Sharded:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         readopt(self)  # type: ignore[arg-type]
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """As FSDP2's: False: backward keeps gradients whole and unreduced on each rank; True: the next backward reduces their sum."""
+        set_requires_gradient_sync(self, requires_gradient_sync, recurse=recurse)  # type: ignore[arg-type]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         out = super().requires_grad_(requires_grad)  # type: ignore[misc]
@@ -147,10 +163,11 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     return type(f"FSDP{cls.__name__}", (_Sharded, cls), body)
 
 
-def install(module: nn.Module, names: tuple[str, ...], state: FSDPState) -> None:
-    """Switch ``module``, whose parameters are sharded already, to its sharded class."""
+def install(module: nn.Module, names: tuple[str, ...], state: FSDPState, root: bool = False) -> None:
+    """Switch ``module``, whose parameters are sharded already, to its sharded class (the root too if it has none of its own)."""
     module.__dict__["_fsdp_state"] = state
-    if names:
+    module.__dict__["_fsdp_accumulate"] = None
+    if names or root:
         module.__class__ = sharded_class(type(module), names)  # type: ignore[arg-type]
         fill_table(module)
         module.register_load_state_dict_post_hook(_after_load)

@@ -1,0 +1,84 @@
+"""Gradient accumulation without communication: FSDP2's ``set_requires_gradient_sync`` and a ``no_sync`` context.
+
+::
+
+    no sync    w = collect(unshard(leaf).detach(), into)     into.grad: whole, unreduced, in the reduce dtype, on every rank
+    sync       w = with_pending(unshard(leaf), into.grad)    one reduction of the sum
+
+It trades memory for communication: between the micro-steps every rank holds whole gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compile.spec import decode
+
+
+def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Whether later backwards reduce gradients over the ranks (True, the usual) or collect them on each rank (False).
+
+    A parameter that the first synchronised backward does not reach keeps what it has collected until one does. Raises ValueError for
+    a model that is not sharded yet."""
+    model = getattr(model, "_orig_mod", model)
+    modules = [m for m in (model.modules() if recurse else [model]) if "_fsdp_state" in m.__dict__]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} is not sharded yet: call fsdp_compile.fully_shard(model) first, or run one step")
+    for m in modules:
+        held: dict[str, Tensor] = {}
+        for name, p in m._parameters.items():
+            if p is None or not p.requires_grad or not hasattr(p, "_fsdp_spec"):
+                continue
+            if not requires_gradient_sync:
+                held[name] = _collector(p)
+            elif (grad := _take(p)) is not None:
+                held[name] = grad
+        m.__dict__["_fsdp_accumulate"] = held or None
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Within it, backwards collect gradients without communication; the first backward after it reduces their sum."""
+    set_requires_gradient_sync(model, False)
+    try:
+        yield
+    finally:
+        set_requires_gradient_sync(model, True)
+
+
+def _collector(p: Any) -> Tensor:
+    """The leaf on which ``p``'s whole gradient accumulates: a scalar's storage, expanded; its ``.grad`` is the real thing."""
+    into = p.__dict__.get("_fsdp_collector")
+    if into is None:
+        spec = decode(p._fsdp_spec)
+        dtype = spec.dtype if spec.dtype.is_complex else spec.reduce_dtype
+        into = nn.Parameter(torch.zeros((), dtype=dtype, device=p.device).expand(spec.shape))
+        into._fsdp_is_shard = True  # type: ignore[attr-defined]  # ours, not a parameter of the model's
+        p._fsdp_collector = into
+    if (pending := p.__dict__.pop("_fsdp_pending", None)) is not None:
+        into.grad = pending
+    return into
+
+
+def _take(p: Any) -> Tensor | None:
+    """What ``p`` has collected, as a plain tensor."""
+    into = p.__dict__.get("_fsdp_collector")
+    if into is not None and into.grad is not None:
+        p._fsdp_pending, into.grad = into.grad, None
+    return p.__dict__.get("_fsdp_pending")
+
+
+def reduced(p: Any) -> None:
+    """What ``p`` had collected is now in its reduced gradient."""
+    if p.__dict__.pop("_fsdp_pending", None) is None:
+        return
+    for m in p._fsdp_owners:
+        held = m._fsdp_accumulate
+        if held is not None:
+            held = {n: t for n, t in held.items() if m._parameters[n] is not p}
+            m.__dict__["_fsdp_accumulate"] = held or None

@@ -1,0 +1,118 @@
+"""Gradient accumulation: every micro-step reduced, or collected without communication and reduced once."""
+
+from __future__ import annotations
+
+import models
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compile
+
+MICRO = 3
+
+
+class Net(nn.Module):
+    """A tied weight, a scalar, an odd-shaped block used twice under checkpoint, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(10, 7, bias=False)
+        self.block = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for _ in range(2):
+            h = h + checkpoint(self.block, h, use_reentrant=False)
+        h = self.frozen(h) * self.scale
+        return F.linear(h, self.embed.weight.t())
+
+
+def windows(step: int) -> list[tuple[Tensor, Tensor]]:
+    return [models.vector_batch(100 * step + i, out=10) for i in range(MICRO)]
+
+
+def count_reductions(fn) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+        fn()
+    names = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all")
+    return sum(e.count for e in p.key_averages() if e.key.startswith(names))
+
+
+def accumulate(defer: bool, lowering: str, tight: dict) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, model = Net(), Net()
+    fsdp_compile.fully_shard(model)
+    step_of = torch.compile(model, backend="fsdp", options={"lowering": lowering, **tight})
+    options = {"lr": 1e-3, "eps": 1e-6}
+    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **options)
+    ours = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
+    reductions = []
+    for step in range(3):
+        for x, y in windows(step):
+            models.square_loss(plain(x), y).div(MICRO).backward()
+        for i, (x, y) in enumerate(windows(step)):
+            n = len(x) // world
+            mine = slice(rank * n, (rank + 1) * n)
+            model.set_requires_gradient_sync(not defer or i == MICRO - 1)
+
+            def micro(x: Tensor = x[mine], y: Tensor = y[mine]) -> None:
+                models.square_loss(step_of(x), y).div(MICRO).backward()
+
+            reductions.append(count_reductions(micro) if step == 2 else micro())
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            if q.requires_grad:
+                torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        theirs.step(), ours.step(), theirs.zero_grad(), ours.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(parity.full(p), q.detach(), rtol=1e-5, atol=1e-5)
+    counts = reductions[-MICRO:]
+    if defer:
+        assert counts[:-1] == [0] * (MICRO - 1) and counts[-1] > 0, counts
+    else:
+        assert len(set(counts)) == 1 and counts[0] > 0, counts
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("defer", [False, True])
+def test_sum_of_micro_steps(pool, world, defer):
+    pool.run(world, accumulate, defer, "fx", {})
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_deferred_on_inductor(pool):
+    pool.run(2, accumulate, True, "inductor", {})
+
+
+def context_and_unreached() -> None:
+    """A parameter that the synchronised backward does not reach keeps its part until one does."""
+    plain, model = models.mlp(), models.mlp()
+    with pytest.raises(ValueError, match="not sharded yet"):
+        fsdp_compile.set_requires_gradient_sync(model, False)
+    run = torch.compile(fsdp_compile.fully_shard(model), backend="fsdp", options={"lowering": "fx"})
+    (x, y), (x2, y2) = models.vector_batch(0), models.vector_batch(1)
+    with fsdp_compile.no_sync(run):
+        models.square_loss(run(x), y).backward()
+        assert all(p.grad is None for p in model.parameters())
+    models.square_loss(run(x2), y2).backward()
+    for a, b in ((x, y), (x2, y2)):
+        models.square_loss(plain(a), b).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+    model.zero_grad(), plain.zero_grad()
+    for m, f in ((model, run), (plain, plain)):  # nothing is left over for the next step
+        models.square_loss(f(x), y).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_context(pool):
+    pool.run(2, context_and_unreached)
