@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .ops import collect, unshard, with_pending
 from .accumulation import set_requires_gradient_sync
+from .ops import collect, unshard, with_pending
 from .sharding import FSDPState, adopt, convert, state_of
 
 _CALL_FRAMES = frozenset({"_call_impl", "_wrapped_call_impl"})

@@ -108,7 +108,7 @@ def context_and_unreached() -> None:
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
     model.zero_grad(), plain.zero_grad()
-    for m, f in ((model, run), (plain, plain)):  # nothing is left over for the next step
+    for f in (run, plain):  # nothing is left over for the next step
         models.square_loss(f(x), y).backward()
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
