@@ -16,7 +16,7 @@ demo: .venv/.demo-stamp
 	@echo "Graphs before and after each pass: out/graphs    Measurements: out/bench.json"
 
 test: .venv/.test-stamp
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --durations=12
 
 lint: .venv/.test-stamp
 	$(BIN)/ruff check .

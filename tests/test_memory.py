@@ -80,21 +80,22 @@ def live_bytes() -> tuple[int, int]:
     model.zero_grad()
     total = sum(p.numel() for p in model.parameters()) * 4
 
-    def count() -> int:
+    def alive() -> dict[int, Tensor]:
+        """One tensor for each storage alive."""
         gc.collect()
         found = {}
         for t in gc.get_objects():
             if issubclass(type(t), Tensor) and type(t) in (Tensor, nn.Parameter) and not t.is_meta:
                 try:
-                    found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                    found[t.untyped_storage().data_ptr()] = t
                 except (RuntimeError, NotImplementedError):
                     continue
-        return sum(found.values())
+        return found
 
-    before = count()
+    before = alive()  # held, so that no address is used again
     loss = fast(x).square().sum()
     kept = [t for n in _nodes(loss) for t in getattr(n, "saved_tensors", ())]
-    extra = count() - before
+    extra = sum(t.untyped_storage().nbytes() for ptr, t in alive().items() if ptr not in before)
     del kept
     loss.backward()
     return extra, total
