@@ -40,11 +40,23 @@ def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
             return False
         done = False
         for root in roots:
-            if any(state_of(m) is not None for m in root.modules()):
-                continue  # its remaining plain parameters are ignored ones
+            states = [s for m in root.modules() if (s := state_of(m)) is not None]
+            if states:
+                _refuse_added(root, wanted - ignored - {i for s in states for i in s.ignored})
+                continue
             fully_shard(root, **options.shard_args())
             done = True
         return done
+
+
+def _refuse_added(root: nn.Module, wanted: set[int]) -> None:
+    """Parameters that came into a sharded model afterwards would train on each rank alone: refuse them, by name."""
+    added = [n for n, p in root.named_parameters() if id(p) in wanted]
+    if added:
+        raise RuntimeError(
+            f"parameter {added[0]!r} of {type(root).__name__} is not sharded although the rest of the model is ({len(added)} such "
+            "parameters): it was added after sharding. Build the whole model before its first call, or name it in ignored_params"
+        )
 
 
 def _roots(wanted: set[int]) -> list[nn.Module]:

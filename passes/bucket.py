@@ -135,11 +135,23 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
 def _apart(launch: fx.Node, wait: fx.Node, role: Role, mode: str) -> Any:
     """What keeps a gather out of its neighbours' bucket: a shard that the graph computes, and, in a packed bucket (one buffer,
     one free), a whole value that leaves the graph and is never freed."""
+    paired = _as_real(launch.args[0])  # pairs must stay aligned to two, which a real neighbour in one buffer would upset
     if role.kind != "gather":
-        return None
+        return paired
     if not _from_placeholder(launch.args[0]):
         return launch
+    if paired:
+        return "complex"
     return mode == "packed" and not any(r.kind == "free" for u in wait.users if (r := role_of(u)) is not None)
+
+
+def _as_real(x: Any) -> bool:
+    """Whether a collective's input is a complex tensor's pairs of real numbers."""
+    while role_of(x) is not None:
+        if x.target is aten.view_as_real.default:
+            return True
+        x = x.args[0]
+    return False
 
 
 def _from_placeholder(x: Any) -> bool:
