@@ -243,3 +243,16 @@ def teacher_and_student() -> None:
 
 def test_two_models_with_the_same_names_in_one_graph(pool):
     pool.run(2, teacher_and_student)
+
+
+def added_after_sharding() -> None:
+    model = nn.Sequential(*models.mlp().children())
+    fully_shard(model)
+    model.append(nn.Linear(3, 3))
+    x, _ = BATCHES[0]
+    with pytest.raises(Exception, match=r"'\d+\.weight' of \w+ is not sharded although the rest of the model is .2 such"):
+        compiled(model)(x)
+
+
+def test_parameters_added_after_sharding_are_refused(pool):
+    pool.run(2, added_after_sharding)
