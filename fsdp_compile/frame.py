@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import traceback
@@ -21,7 +20,6 @@ from fsdp_compile.runtime.agree import agree_once
 from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.spec import ParamSpec
 
-log = logging.getLogger("fsdp_compile")
 _JOINT_VERSION = "fsdp_compile.joint.1"
 
 
