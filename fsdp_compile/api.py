@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.runtime.agree import agree
 from fsdp_compile.runtime.layout import make_layout
-from fsdp_compile.runtime.mesh import group_name, resolve_mesh
+from fsdp_compile.runtime.mesh import resolve_mesh
 from fsdp_compile.runtime.optimizers import repoint, retire
 from fsdp_compile.runtime.reading import install
 from fsdp_compile.runtime.sharding import FSDPState, fill, local_rows, make_flat, new_parameter, slot_view, state_of
@@ -60,10 +60,9 @@ def fully_shard(
         raise NotImplementedError(f"reshard_after_forward={reshard_after_forward!r}: only True, False or None")
     policy = policy_of(mp_policy)
     owners = owners_of(module, {id(p) for p in ignored_params or ()})
-    mesh = resolve_mesh(mesh, _device_type(owners))
+    mesh, group = resolve_mesh(mesh, _device_type(owners), timeout_s)
     keep = reshard_after_forward is False
-    specs = specs_for(owners, group_name(mesh), mesh.size(), policy, reduce_op, keep)
-    group = mesh.get_group()
+    specs = specs_for(owners, group.group_name, mesh.size(), policy, reduce_op, keep)
     described = [s.encode() + f" trainable={owners[i][0].requires_grad}" for i, s in specs.items()]
     agree(group, "model", described + _buffer_lines(module), timeout_s)
     if sync_module_states:

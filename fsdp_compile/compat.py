@@ -213,6 +213,36 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
+# --- Process groups -----------------------------------------------------------------------------------------------------
+
+
+def cpu_backend_name(group: Any) -> str:
+    """The name of the backend that carries ``group``'s CPU tensors; "" if none does."""
+    import torch.distributed as dist
+
+    names = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair).get("cpu", "")
+
+
+def single_threaded_gloo(name: str, like: Any, ranks: list[int]) -> Any:
+    """A process group over ``ranks`` on gloo with one worker thread, with ``like``'s network devices and timeout; registered as
+    backend ``name``. All ``ranks`` must call this."""
+    import torch.distributed as dist
+
+    def create(opts: Any, given: Any) -> Any:
+        return dist.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, given)
+
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    backend = like._get_backend(torch.device("cpu"))
+    theirs = getattr(backend, "wrapped_pg", backend).options  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    options = dist.ProcessGroupGloo._Options()
+    options._threads, options._devices, options._timeout = 1, theirs._devices, theirs._timeout
+    return dist.new_group(
+        ranks, timeout=theirs._timeout, backend=name, pg_options=options, use_local_synchronization=True, group_desc="fsdp_compile"
+    )
+
+
 # --- DTensor ----------------------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,6 @@ from fsdp_compile.passes.roles import nodes_of
 from fsdp_compile.paths import module_paths
 from fsdp_compile.report import BucketRow, GraphReport, Report, Stage
 from fsdp_compile.runtime.layout import make_layout
-from fsdp_compile.runtime.mesh import group_name
 from fsdp_compile.runtime.sharding import state_of
 from fsdp_compile.spec import ParamSpec, decode
 from fsdp_compile.text import readable
@@ -105,7 +104,7 @@ class _Subject:
 def _plain(model: nn.Module, opts: Options, world: int) -> _Subject:
     group = GROUP
     if opts.mesh is not None:
-        group, world = group_name(opts.mesh), opts.mesh.size()
+        group, world = opts.mesh.get_group().group_name, opts.mesh.size()
     owners = owners_of(model, {id(p) for p in opts.ignored_params or ()})
     policy = policy_of(opts.mp_policy)
     specs = specs_for(owners, group, world, policy, opts.reduce_op, opts.reshard_after_forward is False)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -17,6 +18,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.runtime.agree import agree_once
+from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.spec import ParamSpec
 
@@ -40,7 +42,7 @@ class Frame:
         self.observe("dynamo", gm.graph, "joint")
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
-        plan = self.options.plan(self.module_path, _backend_of(markers.marker_specs(gm)))
+        plan = self.options.plan(self.module_path, _on_gloo(markers.marker_specs(gm), inputs))
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             direction = "backward" if is_backward else "forward"
@@ -68,15 +70,10 @@ class Frame:
         return kept | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
 
 
-def _backend_of(specs: list[ParamSpec]) -> str:
-    """Name of the backend that carries these parameters' collectives; "" if there is none (`explain`)."""
-    if not specs or not dist.is_initialized():
-        return ""
-    try:
-        group = dist.distributed_c10d._resolve_process_group(specs[0].group)  # type: ignore[arg-type]
-    except (ValueError, RuntimeError, KeyError):
-        return ""
-    return dist.get_backend(group)
+def _on_gloo(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
+    """Whether gloo carries these parameters' collectives (not so in `explain`, which has no group)."""
+    group = _group(specs[0].group) if specs and dist.is_initialized() else None
+    return group is not None and is_gloo(group) and all(t.device.type == "cpu" for t in inputs if isinstance(t, torch.Tensor))
 
 
 class _Guarded:

@@ -84,10 +84,10 @@ class Options:
         object.__setattr__(self, "bucket_modules", patterns)
         self.plan({})  # validates the schedule options
 
-    def plan(self, module_path: Mapping[str, tuple[str, ...]], backend: str = "") -> Plan:
+    def plan(self, module_path: Mapping[str, tuple[str, ...]], on_gloo: bool = False) -> Plan:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
-        ``backend``: the communication backend's name, for options left at "auto"."""
-        exchange = self.reduce_scatter == "all_to_all" or (self.reduce_scatter == "auto" and backend == "gloo")
+        ``on_gloo``: gloo carries the collectives (decides options left at "auto")."""
+        exchange = self.reduce_scatter == "all_to_all" or (self.reduce_scatter == "auto" and on_gloo)
         limit = self.bucket_bytes if self.min_num_params is None else 4 * self.min_num_params  # FSDP1 counted fp32 parameters
         labels = {}
         for fqn, path in module_path.items():

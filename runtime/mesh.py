@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .communicator import communicator
+
 log = logging.getLogger("fsdp_compile")
 
 
@@ -18,11 +20,17 @@ def default_device_type() -> str:
     return acc.type if acc is not None else "cpu"
 
 
-def resolve_mesh(mesh: DeviceMesh | None, device_type: str | None = None) -> DeviceMesh:
-    """``mesh``, checked; or one over all ranks. Starts a process group if none is there: torchrun's, or a single process.
+def resolve_mesh(
+    mesh: DeviceMesh | None, device_type: str | None = None, timeout_s: float = 600.0
+) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """``mesh``, checked, or one over all ranks; and the group for its collectives (`communicator`). Starts a process group if none
+    is there: torchrun's, or a single process.
 
-    Raises ValueError if the mesh is not one-dimensional or lies on another device type than the parameters."""
+    Raises TypeError if ``mesh`` is no DeviceMesh, ValueError if it is not one-dimensional or lies on another device type than the
+    parameters, `RankMismatch` if a rank does not come within ``timeout_s`` seconds."""
     if mesh is not None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh makes one) or None, got {mesh!r}")
         if mesh.ndim != 1:
             raise ValueError(
                 f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; fully_shard takes a one-dimensional one, for example "
@@ -34,12 +42,16 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str | None = None) -> Dev
             raise ValueError(f"mesh has {mesh.size()} ranks but the process group only {dist.get_world_size()}")
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call fully_shard on the mesh's ranks only")
-        return mesh
+        return mesh, communicator(mesh, timeout_s)
     kind = default_device_type() if device_type in (None, "meta") else device_type
     assert kind is not None
     if not dist.is_initialized():
         _start_group(kind)
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    group = communicator(mesh, timeout_s)
+    if group is not mesh.get_group():  # so that DTensor's own collectives (clipping, full_tensor) run there too
+        mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
+    return mesh, group
 
 
 def _start_group(kind: str) -> None:
@@ -50,8 +62,3 @@ def _start_group(kind: str) -> None:
         return
     log.warning("no process group and not under torchrun: running as world size 1 (nothing is sharded)")
     dist.init_process_group("gloo" if kind == "cpu" else None, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def group_name(mesh: DeviceMesh) -> str:
-    """The name under which a graph finds the mesh's process group."""
-    return mesh.get_group().group_name

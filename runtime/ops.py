@@ -64,8 +64,8 @@ def check_world(spec: ParamSpec) -> None:
         size = dist.distributed_c10d._resolve_process_group(spec.group).size()  # type: ignore[arg-type]
     except (ValueError, RuntimeError, KeyError) as e:
         raise RuntimeError(
-            f"parameter {spec.fqn!r} was sharded over process group {spec.group!r}, which no longer exists; "
-            "shard the model again after a new init_process_group"
+            f"parameter {spec.fqn!r} was sharded over {spec.world} ranks, in process group {spec.group!r}, which no longer exists; "
+            "build the model anew, shard it after the new init_process_group and load a checkpoint"
         ) from e
     if size != spec.world:
         raise RuntimeError(
