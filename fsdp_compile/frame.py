@@ -17,9 +17,9 @@ from fsdp_compile import compat
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
-from fsdp_compile.runtime.agree import agree_once
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.runtime.ops import check_world
+from fsdp_compile.runtime.order import same_on_all_ranks
 from fsdp_compile.spec import ParamSpec
 
 _JOINT_VERSION = "fsdp_compile.joint.1"
@@ -77,22 +77,22 @@ def _on_gloo(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
 
 
 class _Guarded:
-    """Around a compiled graph: ranks agree on its collectives before the first run, and an error names the collective it struck."""
+    """Around a compiled graph: before each run ranks compare what it communicates, and an error names the collective it struck."""
 
     def __init__(self, frame: Frame, schedule: Scheduled, fn: Callable[..., Any]) -> None:
         self.frame, self.schedule, self.fn = frame, schedule, fn
         specs = (*schedule.gathered, *schedule.reduced) if schedule.collectives else ()
-        self.groups: dict[str, ParamSpec] = {s.group: s for s in specs}
-        self.agreed: dict[str, dist.ProcessGroup] = {}  # a group made anew under an old name must be agreed on again
+        self.title = f"{schedule.direction} graph {frame.index}"
+        # By group: one of its parameters, and what the graph will do there. The title has no part in what is compared.
+        self.turns = {s.group: (s, tuple(c.signature() for c in schedule.collectives if c.group == s.group)) for s in specs}
+        self.known: dict[str, dist.ProcessGroup] = {}
 
     def wrapped(self) -> Callable[..., Any]:
         fn = self.fn
 
         def run(args: Any) -> Any:
-            for name, spec in self.groups.items():
-                group = _group(name)
-                if group is None or self.agreed.get(name) is not group:
-                    self._agree(name, spec)
+            for name in self.turns:
+                self._compare(name)
             try:
                 return fn(args)
             except RuntimeError as e:
@@ -101,19 +101,19 @@ class _Guarded:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _agree(self, name: str, spec: ParamSpec) -> None:
-        check_world(spec)
-        group = _group(name)
-        assert group is not None
-        lines = [c.signature() for c in self.schedule.collectives if c.group == name]
-        agree_once(group, f"{self.schedule.direction} graph", lines, self.frame.options.timeout_s)
-        self.agreed[name] = group
+    def _compare(self, name: str) -> None:
+        group, (spec, lines) = _group(name), self.turns[name]
+        if group is None or self.known.get(name) is not group:
+            check_world(spec)
+            assert group is not None
+            self.known[name] = group
+        same_on_all_ranks(group, self.title, lines, self.frame.options.timeout_s)
 
     def _explain(self, e: RuntimeError) -> RuntimeError:
         hit = _failed_collective(e, self.schedule)
         if hit is None:
             return e
-        return RuntimeError(f"{self.schedule.direction} graph {self.frame.index}: {hit} failed (a peer has died or hangs): {e}")
+        return RuntimeError(f"{self.title}: {hit} failed (a peer has died or hangs): {e}")
 
 
 def _group(name: str) -> dist.ProcessGroup | None:

@@ -13,7 +13,6 @@ from collections import Counter
 import torch.distributed as dist
 
 # By process group; a group made anew starts from nothing. (A ProcessGroup takes no attributes of its own.)
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -53,15 +52,6 @@ def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: flo
         zero = store.get("text0").decode().split("\n")
         other = store.get(f"text{odd[0]}").decode().split("\n")
         raise RankMismatch(f"{topic} {counter[topic]}: rank {odd[0]} differs from rank 0. {_first_difference(zero, other, odd[0])}")
-
-
-def agree_once(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: float) -> None:
-    """`agree`, unless this process has agreed on the same lines before: a recompile for another length changes no collective,
-    and the other ranks may not recompile at all."""
-    known = _agreed.setdefault(group, set())
-    if (topic, digest(lines)) not in known:
-        agree(group, topic, lines, timeout_s)
-        known.add((topic, digest(lines)))
 
 
 def _first_difference(zero: list[str], other: list[str], rank: int) -> str:

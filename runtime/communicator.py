@@ -18,8 +18,9 @@ from fsdp_compile import compat
 from .agree import agree
 
 BACKEND = "fsdp_gloo"  # gloo with one worker thread
-# By the mesh's group; a group made anew gets a new one.
+# By the mesh's group; a group made anew gets new ones.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_control: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -32,11 +33,28 @@ def communicator(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup:
 
     Raises `RankMismatch` if a rank does not come within ``timeout_s`` seconds."""
     group = mesh.get_group()
-    if mesh.device_type != "cpu" or group.size() == 1 or compat.cpu_backend_name(group) != "gloo":
+    backend = compat.cpu_backend_name(group)
+    if group.size() == 1 or (mesh.device_type == "cpu" and backend != "gloo"):
         return group
-    made = _beside.get(group)
-    if made is None:
-        ranks = dist.get_process_group_ranks(group)
-        agree(group, "communicator", [f"ranks {ranks}"], timeout_s)
-        made = _beside[group] = compat.single_threaded_gloo(BACKEND, group, ranks)
-    return made
+    if mesh.device_type != "cpu":
+        if not backend and group not in _control and dist.is_gloo_available():
+            _control[group] = dist.new_group(_ranks_of(group, timeout_s), backend="gloo", use_local_synchronization=True)
+        return group
+    if group not in _beside:
+        _beside[group] = compat.single_threaded_gloo(BACKEND, group, _ranks_of(group, timeout_s))
+    return _beside[group]
+
+
+def _ranks_of(group: dist.ProcessGroup, timeout_s: float) -> list[int]:
+    """The group's ranks, once they are all here: making a group waits for the others for as long as its own timeout."""
+    ranks = dist.get_process_group_ranks(group)
+    agree(group, "communicator", [f"ranks {ranks}"], timeout_s)
+    return ranks
+
+
+def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The group that carries small CPU messages between ``group``'s ranks; None if there is none (or nobody to talk to)."""
+    backend = compat.cpu_backend_name(group)
+    if group.size() == 1 or backend == "fake":
+        return None
+    return group if backend else _control.get(group)

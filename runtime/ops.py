@@ -19,6 +19,10 @@ from torch import Tensor
 
 from fsdp_compile.spec import ParamSpec, decode
 
+from .order import same_on_all_ranks
+
+TIMEOUT_S = 600.0  # for the other ranks, in code that runs outside graphs; option timeout_s is for graphs
+
 _LIB = torch.library.Library("fsdp_compile", "DEF")
 _LIB.define("unshard(Tensor shard, str spec) -> Tensor")
 _LIB.define("reduce_grad(Tensor grad, str spec) -> Tensor")
@@ -74,12 +78,19 @@ def check_world(spec: ParamSpec) -> None:
         )
 
 
+def _compare(kind: str, spec: ParamSpec) -> None:
+    """Before a collective of code that Dynamo left out: do all ranks come to the same one?"""
+    check_world(spec)
+    group = dist.distributed_c10d._resolve_process_group(spec.group)  # type: ignore[arg-type]
+    same_on_all_ranks(group, f"eager {kind} of {spec.fqn}", (f"{kind} of {spec.fqn} {spec.encode()}",), TIMEOUT_S)
+
+
 def _unshard_eager(shard: Tensor, text: str) -> Tensor:
     spec = decode(text)
     wire = shard_to_wire(shard, spec)
     if spec.world == 1 or not wire.numel():
         return wire_to_param(wire, spec).clone()
-    check_world(spec)
+    _compare("gather", spec)
     out = torch.ops._c10d_functional.all_gather_into_tensor(wire.contiguous(), spec.world, spec.group)
     return wire_to_param(torch.ops._c10d_functional.wait_tensor(out), spec)
 
@@ -88,7 +99,7 @@ def _reduce_grad_eager(grad: Tensor, text: str) -> Tensor:
     spec = decode(text)
     wire = grad_to_wire(grad, spec)
     if spec.world > 1 and wire.numel():
-        check_world(spec)
+        _compare("reduction", spec)
         out = torch.ops._c10d_functional.reduce_scatter_tensor(wire, spec.reduce_op, spec.world, spec.group)
         wire = torch.ops._c10d_functional.wait_tensor(out)
     part = wire_to_grad(wire, spec)

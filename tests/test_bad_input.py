@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp_compile import fully_shard
+from fsdp_compile import frame, fully_shard
 
 FX = {"lowering": "fx"}
 X, Y = models.vector_batch(0)
@@ -167,9 +167,9 @@ def test_ranks_with_different_models(pool):
 
 
 class Branches(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, second: int = 5) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(10, 4), nn.Linear(10, 5)
+        self.one, self.two = nn.Linear(10, 4), nn.Linear(10, second)
 
     def forward(self, x: Tensor, which: int) -> Tensor:
         return (self.one if which == 0 else self.two)(x)
@@ -187,12 +187,32 @@ def test_ranks_with_different_graphs(pool):
         assert "one.weight" in text and "two.weight" in text
 
 
+def turn_apart(width: int, disabled: bool) -> tuple[str, float]:
+    """All ranks know both branches; then each takes another one. With ``width`` 4 both branches' collectives have equal sizes."""
+    model = fully_shard(Branches(width))
+    fast = torch.compile(model, backend="fsdp", options=FX)
+    if disabled:
+        fast = torch._dynamo.disable(model)
+    for which in (0, 1, 0):
+        fast(X, which)
+    start = time.monotonic()
+    return message(fast, X, dist.get_rank()), time.monotonic() - start
+
+
+@pytest.mark.parametrize("width", [4, 5])
+@pytest.mark.parametrize("disabled", [False, True])
+def test_ranks_that_take_different_known_branches(pool, width, disabled):
+    for text, took in pool.run(2, turn_apart, width, disabled):
+        assert "RankMismatch" in text and "one.weight" in text and "two.weight" in text and took < 10, text
+
+
 def one_stays_away(compiled: bool) -> tuple[str, float]:
     model = Branches()
     if compiled:
         fully_shard(model)
     start = time.monotonic()
     if dist.get_rank() == 1:
+        time.sleep(5 if compiled else 0)
         return "", 0.0
     if compiled:
         text = message(torch.compile(model, backend="fsdp", options={**FX, "timeout_s": 2.0}), X, 0)
@@ -204,20 +224,42 @@ def one_stays_away(compiled: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_rank_that_never_comes(pool, compiled):
     text, took = pool.run(2, one_stays_away, compiled)[0]
-    assert "RankMismatch" in text and "rank 1" in text and "within 2 s" in text and 2 <= took < 30
+    assert "RankMismatch" in text and "within 2 s" in text and 2 <= took < 30
+    assert ("before all_gather float32 176 bytes" if compiled else "rank 1 of group") in text, text
+
+
+def warmed_up(**options) -> nn.Module:
+    model = torch.compile(fully_shard(models.mlp()), backend="fsdp", options={"bucket_bytes": 0, **options})
+    for _ in range(2):
+        models.square_loss(model(X), Y).backward()
+    dist.barrier()
+    return model
 
 
 def peer_dies() -> str:
-    fast = torch.compile(fully_shard(models.mlp()), backend="fsdp", options={**FX, "bucket_bytes": 0})
-    for _ in range(2):
-        models.square_loss(fast(X), Y).backward()
-    dist.barrier()
+    fast = warmed_up(**FX)
     if dist.get_rank() == 1:
         os._exit(7)
     start = time.monotonic()
     text = message(lambda: [models.square_loss(fast(X), Y).backward() for _ in range(3)])
     assert time.monotonic() - start < 15
     raise AssertionError(text)
+
+
+def peer_dies_inside(lowering: str) -> str:
+    """Rank 1 agrees on the forward graph, and dies before its collectives."""
+    fast = warmed_up(lowering=lowering)
+    if dist.get_rank() == 1:
+        frame._Guarded._compare = compare_and_die
+    start = time.monotonic()
+    text = message(fast, X)
+    assert time.monotonic() - start < 15
+    raise AssertionError(text)
+
+
+def compare_and_die(self: frame._Guarded, name: str, compare=frame._Guarded._compare) -> None:
+    compare(self, name)
+    os._exit(7)
 
 
 def peer_hangs() -> str:
@@ -233,15 +275,26 @@ def peer_hangs() -> str:
     return text
 
 
-def test_dead_peer():
+def fails(fn, *args) -> str:
+    """What rank 0 said in a pool of its own."""
     own = Pool()
     try:
         with pytest.raises(AssertionError) as e:
-            own.run(2, peer_dies, pg_timeout_s=5)
+            own.run(2, fn, *args, pg_timeout_s=5)
     finally:
         own.close()
-    assert "all_gather of bucket ag1 (a.weight) failed (a peer has died or hangs)" in str(e.value)
     assert "died with exit code 7" in str(e.value)
+    return str(e.value)
+
+
+def test_dead_peer():
+    assert "forward graph 0: a peer has died or closed its connection, before all_gather" in fails(peer_dies)
+
+
+@pytest.mark.parametrize("lowering", ["fx", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_peer_dies_inside_a_graph(lowering):
+    text = fails(peer_dies_inside, lowering)
+    assert "forward graph 0: all_gather of bucket ag" in text and "failed (a peer has died or hangs)" in text, text
 
 
 def test_hanging_peer():
@@ -250,4 +303,4 @@ def test_hanging_peer():
         text = own.run(2, peer_hangs, pg_timeout_s=3)[0]
     finally:
         own.close()
-    assert "all_gather of bucket ag1 (a.weight" in text and "failed (a peer has died or hangs)" in text
+    assert "RankMismatch" in text and "graph 0: not every rank" in text and "before all_gather" in text

@@ -1,0 +1,53 @@
+"""Before each graph: do all ranks run the same one? A branch taken by some ranks only would otherwise exchange wrong weights in
+silence, because collectives are matched by their order and nothing else.
+
+One integer for each rank, gathered on the CPU: the hash of what the graph is about to communicate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from .agree import RankMismatch, agree
+from .communicator import control_group
+
+
+@functools.lru_cache(maxsize=4096)
+def fingerprint(lines: tuple[str, ...]) -> int:
+    """``lines`` as a 63-bit integer."""
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 1
+
+
+def same_on_all_ranks(group: dist.ProcessGroup, title: str, lines: tuple[str, ...], timeout_s: float) -> None:
+    """Compare ``lines`` (what this rank is about to communicate over ``group``) with the other ranks'. ``title`` is for messages.
+
+    Raises `RankMismatch` on every rank if they differ, or if a rank does not come within ``timeout_s`` seconds or the group's own
+    timeout; RuntimeError, naming the first collective, if a peer has died."""
+    control = control_group(group)
+    if control is None:
+        return
+    mine = torch.tensor([fingerprint(lines)])
+    everyone = mine.new_empty(group.size())
+    try:
+        work = dist.all_gather(list(everyone.split(1)), mine, group=control, async_op=True)
+        work.wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as e:
+        raise _lost(group, title, lines, timeout_s, e) from e
+    if not bool((everyone == mine).all()):
+        agree(control, "graph", [title.split(" ")[0], *lines], timeout_s)  # raises, with the first difference
+
+
+def _lost(group: dist.ProcessGroup, title: str, lines: tuple[str, ...], timeout_s: float, e: RuntimeError) -> RuntimeError:
+    said = str(e).lower()
+    if "timed out" in said or "timeout" in said:
+        return RankMismatch(
+            f"{title}: not every rank of group {group.group_name!r} came to this point within {timeout_s:g} s (option timeout_s) or "
+            "the process group's own timeout: a rank hangs, runs other code, or is still compiling. "
+            f"This is rank {group.rank()}, before {lines[0]}"
+        )
+    return RuntimeError(f"{title}: a peer has died or closed its connection, before {lines[0]}: {e}")
