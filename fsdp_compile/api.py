@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compile.runtime.agree import agree
+from fsdp_compile.runtime.grads import follow
 from fsdp_compile.runtime.layout import make_layout
 from fsdp_compile.runtime.mesh import resolve_mesh
 from fsdp_compile.runtime.optimizers import repoint, retire
@@ -58,8 +59,35 @@ def fully_shard(
         raise NotImplementedError(f"offload_policy {type(offload_policy).__name__}: shards stay on the device")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError(f"reshard_after_forward={reshard_after_forward!r}: only True, False or None")
+    return shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=ignored_params,
+        reduce_op=reduce_op,
+        sync_module_states=sync_module_states,
+        timeout_s=timeout_s,
+    )
+
+
+def shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy | torch.dtype | None,
+    reshard_after_forward: bool | None,
+    ignored_params: Iterable[nn.Parameter] | None,
+    reduce_op: str,
+    sync_module_states: bool,
+    timeout_s: float,
+    in_flight: bool = False,
+) -> nn.Module:
+    """`fully_shard` without its checks of arguments. ``in_flight``: a forward of the module is running, whose backward may still give
+    gradients to the parameters that are replaced here."""
     policy = policy_of(mp_policy)
-    owners = owners_of(module, {id(p) for p in ignored_params or ()})
+    ignored = frozenset(id(p) for p in ignored_params or ())
+    owners = owners_of(module, set(ignored))
     mesh, group = resolve_mesh(mesh, _device_type(owners), timeout_s)
     keep = reshard_after_forward is False
     specs = specs_for(owners, group.group_name, mesh.size(), policy, reduce_op, keep)
@@ -70,7 +98,8 @@ def fully_shard(
     new_of, nbytes, padding = _build(owners, specs, mesh, sync_module_states)
     if sync_module_states and mesh.size() > 1:
         _broadcast_buffers(module, mesh)
-    state = FSDPState(mesh, frozenset(id(p) for p in ignored_params or ()), module_classes(module), nbytes, padding)
+    given = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep, "ignored_params": ignored, "reduce_op": reduce_op}
+    state = FSDPState(mesh, ignored, module_classes(module), nbytes, padding, given)
     names_of: dict[nn.Module, list[str]] = {}
     for i, (_, places) in owners.items():
         for m, name, _fqn in places:
@@ -80,7 +109,7 @@ def fully_shard(
         install(m, tuple(names_of.get(m, ())), state, root=m is module)
     repoint(new_of, lambda t, new: _shard_like(t, new, mesh))
     for i, (p, _) in owners.items():
-        _carry_over(p, new_of[i], mesh)
+        _carry_over(p, new_of[i], mesh, in_flight)
     add_casts(module, policy)
     return module
 
@@ -211,20 +240,28 @@ def _shard_like(full: Tensor, p: nn.Parameter, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(local, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _carry_over(old: nn.Parameter, new: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Attributes, hooks and gradient of the old parameter go to the new one; the old one gives up its storage."""
+def _carry_over(old: nn.Parameter, new: nn.Parameter, mesh: DeviceMesh, in_flight: bool) -> None:
+    """Attributes, hooks and gradient of the old parameter go to the new one; the old one gives up its storage, unless an autograd
+    graph may need it: then it lives as long as that graph, and its gradient follows."""
     for k, v in old.__dict__.items():
         if not k.startswith("_dynamo"):
             new.__dict__.setdefault(k, v)
-    for fn in (old._backward_hooks or {}).values():
-        new.register_hook(fn)
-    for fn in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-        new.register_post_accumulate_grad_hook(fn)
+    for hooks, register in (
+        (old._backward_hooks, new.register_hook),
+        (getattr(old, "_post_accumulate_grad_hooks", None), new.register_post_accumulate_grad_hook),
+    ):
+        for fn in (hooks or {}).values():
+            register(fn)
+        if hooks:
+            hooks.clear()
     if old.grad is not None:
         new.grad = _shard_like(old.grad, new, mesh)
         old.grad = None
-    old.data = old.data.new_empty(0)
     retire(old, decode(new._fsdp_spec).fqn)  # type: ignore[attr-defined]
+    if in_flight and old.requires_grad:
+        follow(old, new)
+    else:
+        old.data = old.data.new_empty(0)
 
 
 def _buffer_lines(module: nn.Module) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile import compat
 
@@ -15,8 +18,8 @@ compat.check_torch_version()
 
 from fsdp_compile.frame import Frame, specs_of  # noqa: E402
 from fsdp_compile.logs import backend_observer, configure  # noqa: E402
-from fsdp_compile.oneliner import plain_parameters, refuse_empty, shard_owner  # noqa: E402
-from fsdp_compile.options import parse  # noqa: E402
+from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
+from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
 
 log = logging.getLogger("fsdp_compile")
@@ -33,11 +36,26 @@ def fsdp(
     opts = parse(options)
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r}: backend 'fsdp' takes options instead, such as options={{'inductor': {{'max_autotune': True}}}}")
+    if compat.inside_ddp():
+        raise ValueError(
+            "DistributedDataParallel replicates the parameters that backend 'fsdp' shards: compile the model itself, without DDP around it"
+        )
     plain = plain_parameters(gm)
-    if plain and shard_owner(plain, opts):
+    if shard_owner(plain, opts) if plain else shard_running(opts, fsdp):
         compat.restart_dynamo("fsdp_compile sharded the model")
-    if not plain:
-        refuse_empty()
+    refuse_other_sharding(gm, opts, set(options or ()) if not isinstance(options, Options) else set())
     frame = Frame(next(_frames), opts, module_paths(specs_of(gm)))
     frame.observe = backend_observer(frame.index, opts.dump_graphs)
     return frame.compile(gm, example_inputs)
+
+
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling() and optimizer not in _stepped:
+        refuse_unsharded_step(optimizer, fsdp)
+        _stepped.add(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,15 +56,15 @@ def restart_dynamo(reason: str) -> None:
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
-def frame_module() -> nn.Module | None:
-    """The module whose forward is the frame that Dynamo converts just now; None in a function or outside a trace."""
+def frame_modules() -> list[nn.Module]:
+    """The modules among the local variables of the frame that Dynamo converts just now (``self``, in a forward); none outside a trace."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        owner = InstructionTranslator.current_tx().output.root_tx.f_locals.get("self")
+        values = InstructionTranslator.current_tx().output.root_tx.f_locals.values()
     except AttributeError:
-        return None
-    return owner if isinstance(owner, nn.Module) else None
+        return []
+    return [v for v in values if isinstance(v, nn.Module)]
 
 
 def placeholder_values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Any]:
@@ -77,8 +78,9 @@ def placeholder_values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Any]:
     return out
 
 
-def compiled_modules() -> Iterator[nn.Module]:
-    """Modules that somebody compiled: inner modules of live `torch.compile(module)` objects, and `module.compile()` ones."""
+def compiled_modules(backend: Callable[..., Any] | None = None) -> Iterator[nn.Module]:
+    """Modules that somebody compiled (with ``backend``, if given): inner modules of live `torch.compile(module)` objects, and
+    `module.compile()` ones."""
     import gc
 
     from torch._dynamo.eval_frame import OptimizedModule
@@ -86,9 +88,26 @@ def compiled_modules() -> Iterator[nn.Module]:
     for obj in gc.get_objects():
         with contextlib.suppress(ReferenceError):
             if issubclass(type(obj), OptimizedModule):
-                yield obj._orig_mod
-            elif issubclass(type(obj), nn.Module) and getattr(obj, "_compiled_call_impl", None) is not None:
-                yield obj
+                if backend is None or _backend_of(obj.dynamo_ctx.callback) is backend:
+                    yield obj._orig_mod
+            elif issubclass(type(obj), nn.Module) and (call := getattr(obj, "_compiled_call_impl", None)) is not None:
+                if backend is None or _backend_of(inspect.getclosurevars(call).nonlocals.get("callback")) is backend:
+                    yield obj
+
+
+def _backend_of(callback: Any) -> Any:
+    """The backend function inside the callback that Dynamo made of it."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    inner = innermost_backend(callback) if callback is not None else None
+    return getattr(inner, "compiler_fn", inner)
+
+
+def inside_ddp() -> bool:
+    """Whether DistributedDataParallel's forward is running on this thread."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 # --- Inductor and AOTAutograd -----------------------------------------------------------------------------------------
@@ -283,8 +302,6 @@ def original_module(module: nn.Module) -> nn.Module:
 def compile_isolated(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile(fn, backend=backend)`` with static shapes, whose cache entries count against no other compilation of the same
     code, where torch offers that, and that does not give up after a few recompilations."""
-    import inspect
-
     own = {"isolate_recompiles": True, "recompile_limit": 1 << 12}
     known = inspect.signature(torch.compile).parameters
     return torch.compile(fn, backend=backend, dynamic=False, **{k: v for k, v in own.items() if k in known})  # type: ignore[call-overload]

@@ -40,6 +40,7 @@ class Frame:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a Dynamo graph whose parameters are markers."""
         self.observe("dynamo", gm.graph, "joint")
+        markers.refuse_writes(gm)
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
         plan = self.options.plan(self.module_path, _on_gloo(markers.marker_specs(gm), inputs))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile import compat
-from fsdp_compile.api import fully_shard
+from fsdp_compile.api import policy_of, shard
 from fsdp_compile.options import Options
 from fsdp_compile.runtime.sharding import is_shard, state_of
 
@@ -21,11 +25,45 @@ def plain_parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
     return [v for v in compat.placeholder_values(gm).values() if isinstance(v, nn.Parameter) and not is_shard(v)]
 
 
-def refuse_empty() -> None:
-    """Raise ValueError if Dynamo is converting the forward of a compiled module that has no parameters."""
-    module = compat.frame_module()
-    if module is not None and next(module.parameters(), None) is None and any(m is module for m in compat.compiled_modules()):
-        raise ValueError(f"{type(module).__name__} has no parameters: there is nothing to shard; compile it with another backend")
+def shard_running(options: Options, backend: Callable[..., Any]) -> bool:
+    """Shard the compiled model whose code Dynamo is converting, if it is plain still, although this graph reads none of its parameters
+    (code that Dynamo leaves out may). Returns whether it did.
+
+    Raises ValueError if that model has no parameters at all."""
+    local = [m for m in compat.frame_modules() if state_of(m) is None]
+    if not local:
+        return False
+    with torch.no_grad(), compat.outside_fake_mode():
+        ignored = {id(p) for p in options.ignored_params or ()}
+        for root in compat.compiled_modules(backend):
+            inside = {id(m) for m in root.modules()}
+            if all(id(m) not in inside for m in local) or any(state_of(m) is not None for m in root.modules()):
+                continue
+            params = [p for p in root.parameters() if id(p) not in ignored]
+            if not any(True for _ in root.parameters()):
+                raise ValueError(f"{type(root).__name__} has no parameters: there is nothing to shard; compile it with another backend")
+            if params:
+                shard(root, in_flight=True, **options.shard_args())
+                return True
+    return False
+
+
+def refuse_unsharded_step(optimizer: torch.optim.Optimizer, backend: Callable[..., Any]) -> None:
+    """Raise RuntimeError, naming a parameter, if ``optimizer`` is about to update parameters of a model that was compiled with this
+    backend but never sharded, because Dynamo found nothing in it to trace: each rank would train a model of its own."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    plain = {id(p) for g in optimizer.param_groups for p in g["params"] if not isinstance(p, DTensor)}
+    for root in compat.compiled_modules(backend) if plain else ():
+        if any(state_of(m) is not None for m in root.modules()):
+            continue
+        for name, p in root.named_parameters():
+            if id(p) in plain:
+                raise RuntimeError(
+                    f"{type(root).__name__} was compiled with backend='fsdp' but is not sharded: Dynamo found nothing to trace in it (or "
+                    f"it was not called), and this step would update {name!r} on each rank alone. Call fsdp_compile.fully_shard(model) "
+                    "first, which needs no trace"
+                )
 
 
 def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
@@ -44,7 +82,7 @@ def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
             if states:
                 _refuse_added(root, wanted - ignored - {i for s in states for i in s.ignored})
                 continue
-            fully_shard(root, **options.shard_args())
+            shard(root, in_flight=True, **options.shard_args())
             done = True
         return done
 
@@ -77,3 +115,27 @@ def _roots(wanted: set[int]) -> list[nn.Module]:
                     chosen.append(m)
                     left -= mine
     return chosen
+
+
+def refuse_other_sharding(gm: fx.GraphModule, options: Options, asked: set[str]) -> None:
+    """Raise ValueError if ``options`` (those ``asked`` for by name) want another sharding than the one that the graph's model has."""
+    asked = asked & {"mesh", "mp_policy", "reshard_after_forward", "ignored_params", "reduce_op"}
+    for leaf in compat.placeholder_values(gm).values() if asked else ():
+        owner = leaf._fsdp_of() if is_shard(leaf) and hasattr(leaf, "_fsdp_of") else None
+        state = next((s for m in getattr(owner, "_fsdp_owners", ()) if (s := state_of(m)) is not None), None)
+        if state is None:
+            continue
+        for name in sorted(asked):
+            value = wanted = getattr(options, name)
+            if value is None:
+                continue
+            if name == "mp_policy":
+                value = policy_of(value)
+            elif name == "ignored_params":
+                value = frozenset(id(p) for p in value)
+            if value != state.given[name]:
+                raise ValueError(
+                    f"option {name}={wanted!r}, but the model is sharded already, with {name}={state.given[name]!r}: give it to "
+                    "fully_shard instead, or leave it out here"
+                )
+        return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,6 +77,7 @@ class Options:
                 "options limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists "
                 "twice; use collective='coalesced'"
             )
+        self._check_types()
         if self.timeout_s <= 0:
             raise ValueError(f"option timeout_s must be positive, got {self.timeout_s}")
         if self.bucket_bytes is not None and self.min_num_params is not None:
@@ -83,6 +85,22 @@ class Options:
         patterns = (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules)
         object.__setattr__(self, "bucket_modules", patterns)
         self.plan({})  # validates the schedule options
+
+    def _check_types(self) -> None:
+        for name in ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters"):
+            value = getattr(self, name)
+            if name != "prefetch" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"option {name} must be a whole number, got {value!r}" + _as_bytes(name, value))
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise TypeError(f"option timeout_s must be a number of seconds, got {self.timeout_s!r}")
+        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(
+                f"option mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh makes one), got {self.mesh!r}"
+            )
+        if isinstance(self.ignored_params, Iterator):
+            raise TypeError("option ignored_params must be a list: an iterator is empty when the second graph asks for it")
 
     def plan(self, module_path: Mapping[str, tuple[str, ...]], on_gloo: bool = False) -> Plan:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
@@ -108,6 +126,14 @@ class Options:
         return {n: getattr(self, n) for n in names}
 
 
+def _as_bytes(name: str, value: Any) -> str:
+    """A hint for sizes given as "25MB"."""
+    found = re.fullmatch(r"\s*(\d+)\s*([KMG])i?B?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    if found is None:
+        return ""
+    return f" (write {int(found[1]) * 1024 ** ('KMG'.index(found[2].upper()) + 1)})"
+
+
 def parse(options: Mapping[str, Any] | Options | None) -> Options:
     """A dict of options → `Options`. Raises ValueError for an unknown name (with the valid ones) or a bad value."""
     if isinstance(options, Options):
@@ -116,6 +142,6 @@ def parse(options: Mapping[str, Any] | Options | None) -> Options:
     for name in options or {}:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown option {name!r}{hint} Valid options: {', '.join(valid)}")
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown option {name!r}.{hint} Valid options: {', '.join(valid)}")
     return Options(**(options or {}))

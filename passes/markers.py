@@ -29,6 +29,24 @@ def marker_specs(gm: fx.GraphModule) -> list[ParamSpec]:
     return [decode(n.args[1]) for n in gm.graph.nodes if is_marker(n)]
 
 
+def refuse_writes(gm: fx.GraphModule) -> None:
+    """Raise RuntimeError, by name, if the program writes into a parameter that it has read: a gathered weight is a copy, which is
+    dropped after use, and the write would be lost.
+
+    Dynamo has run every operation on the example values, so that a write shows in their version counters."""
+    for graph in (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)):
+        values = [v for n in graph.nodes if isinstance(v := n.meta.get("example_value"), torch.Tensor)]
+        written = {v.untyped_storage()._cdata for v in values if v._version > 0}
+        for node in graph.nodes:
+            value = node.meta.get("example_value")
+            if is_marker(node) and isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in written:
+                raise RuntimeError(
+                    f"parameter {decode(node.args[1]).fqn!r} is written in place inside the compiled model, but what code reads there is "
+                    "a gathered copy, dropped after use. Write between steps, under torch.no_grad(), where the parameter is a DTensor; "
+                    "or keep the value in a buffer"
+                )
+
+
 def dedupe(gm: fx.GraphModule) -> int:
     """One marker for each shard in a Dynamo graph; returns how many were merged or moved.
 

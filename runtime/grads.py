@@ -61,3 +61,19 @@ def accumulate(p: nn.Parameter, local_grad: Tensor) -> None:
         p.grad.add_(grad)
     for fn in tuple((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()):
         fn(p)
+
+
+def follow(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Let gradients that still arrive at ``old``, which ``new`` has replaced in the middle of a forward, go to ``new``, reduced."""
+    ref = weakref.ref(new)
+
+    def hook(p: Tensor) -> None:
+        grad = Tensor.grad.__get__(p)  # type: ignore[attr-defined]  # not `p.grad`: a replaced parameter refuses that
+        Tensor.grad.__set__(p, None)  # type: ignore[attr-defined]
+        owner = ref()
+        if grad is not None and owner is not None and owner.requires_grad:
+            local = owner._local_tensor  # type: ignore[attr-defined]
+            part = torch.ops.fsdp_compile.reduce_grad(grad, owner._fsdp_spec)  # type: ignore[attr-defined]
+            accumulate(owner, part[: local.numel()].view(local.shape))
+
+    old.register_post_accumulate_grad_hook(hook)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class FSDPState:
     module_classes: dict[str, tuple[str, ...]]  # parameter FQN → class names of the modules around it, innermost first
     buffer_bytes: int
     padding_bytes: int
+    given: Mapping[str, Any]  # the arguments of `fully_shard`, resolved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
         return self

@@ -37,6 +37,12 @@ def errors_one_rank() -> dict[str, str]:
     """Everything that one rank alone can get wrong."""
     out = {}
     out["option"] = message(call, models.mlp(), bucket_byts=1)
+    out["bytes"] = message(call, models.mlp(), bucket_bytes="25MB")
+    out["prefetch"] = message(call, models.mlp(), prefetch=1.5)
+    out["timeout"] = message(call, models.mlp(), timeout_s="10")
+    out["mesh"] = message(call, models.mlp(), mesh="cpu")
+    out["mesh, fully_shard"] = message(lambda: fully_shard(models.mlp(), mesh="cpu"))
+    out["iterator"] = message(call, models.mlp(), ignored_params=iter([]))
     out["lowering"] = message(call, models.mlp(), lowering="xla")
     out["reduce_op"] = message(call, models.mlp(), reduce_op="max")
     out["mode"] = message(lambda: torch.compile(models.mlp(), backend="fsdp", mode="max-autotune")(X))
@@ -84,7 +90,13 @@ class SparseNet(nn.Module):
 
 
 EXPECTED = {
-    "option": ("unknown option 'bucket_byts'", "did you mean 'bucket_bytes'", "Valid options: mesh,"),
+    "option": ("unknown option 'bucket_byts'", "Did you mean 'bucket_bytes'?", "Valid options: mesh,"),
+    "bytes": ("option bucket_bytes must be a whole number, got '25MB' (write 26214400)",),
+    "prefetch": ("option prefetch must be a whole number, got 1.5",),
+    "timeout": ("option timeout_s must be a number of seconds, got '10'",),
+    "mesh": ("option mesh must be a DeviceMesh", "init_device_mesh"),
+    "mesh, fully_shard": ("mesh must be a DeviceMesh", "init_device_mesh"),
+    "iterator": ("option ignored_params must be a list",),
     "lowering": ("lowering must be 'inductor' or 'fx', got 'xla'",),
     "reduce_op": ("reduce_op must be 'avg' or 'sum', got 'max'",),
     "mode": ("mode='max-autotune'", "options"),

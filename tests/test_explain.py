@@ -335,7 +335,7 @@ class Disabled(nn.Module):
 
 def test_options_and_arguments_are_checked() -> None:
     x = torch.randn(2, 16)
-    with pytest.raises(ValueError, match="did you mean 'bucket_bytes'"):
+    with pytest.raises(ValueError, match="Did you mean 'bucket_bytes'"):
         explain(mlp(), x, bukcet_bytes=1)
     with pytest.raises(ValueError, match="lowering must be"):
         explain(mlp(), x, lowering="c++")
