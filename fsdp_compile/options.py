@@ -104,16 +104,24 @@ class Options:
 
     def plan(self, module_path: Mapping[str, tuple[str, ...]], on_gloo: bool = False) -> Plan:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
+        Raises ValueError for a ``bucket_modules`` entry that matches none of them.
         ``on_gloo``: gloo carries the collectives (decides options left at "auto")."""
         exchange = self.reduce_scatter == "all_to_all" or (self.reduce_scatter == "auto" and on_gloo)
         limit = self.bucket_bytes if self.min_num_params is None else 4 * self.min_num_params  # FSDP1 counted fp32 parameters
         labels = {}
+        unused = set(self.bucket_modules)
         for fqn, path in module_path.items():
             for where in reversed(path):
                 name, _, cls = where.rpartition(":")
-                if any(cls == pat or fnmatchcase(name, pat) for pat in self.bucket_modules):
-                    labels[fqn] = name
-                    break
+                if hits := {pat for pat in self.bucket_modules if cls == pat or fnmatchcase(name, pat)}:
+                    unused -= hits
+                    labels.setdefault(fqn, name)
+        if unused and module_path:
+            classes = sorted({where.rpartition(":")[2] for path in module_path.values() for where in path})
+            raise ValueError(
+                f"option bucket_modules: {sorted(unused)[0]!r} is neither the class of a module with parameters nor a pattern of its "
+                f"name; classes here: {', '.join(classes)}"
+            )
         return Plan(
             BucketPlan(limit, labels, self.collective, self.limit_all_gathers, "packed" if exchange else None),
             SchedulePlan(self.prefetch, self.limit_all_gathers, self.limit_reduce_scatters),

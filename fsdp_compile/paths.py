@@ -11,12 +11,14 @@ from fsdp_compile.spec import ParamSpec
 
 
 def module_paths(specs: list[ParamSpec]) -> dict[str, tuple[str, ...]]:
-    """Parameter FQN → ``"fqn:ClassName"`` of its modules, outermost first, over all sharded models alive that hold these FQNs."""
+    """Parameter FQN → ``"fqn:ClassName"`` of its modules, outermost first: all parameters of the sharded models alive that hold one of
+    these FQNs."""
     wanted = {s.fqn for s in specs}
     out: dict[str, tuple[str, ...]] = {}
     seen: set[int] = set()
     for obj in gc.get_objects():
         if issubclass(type(obj), nn.Module) and (state := state_of(obj)) is not None and id(state) not in seen:
             seen.add(id(state))
-            out.update({k: v for k, v in state.module_classes.items() if k in wanted})
+            if wanted & state.module_classes.keys():
+                out.update(state.module_classes)
     return out

@@ -2,15 +2,18 @@
 
 ::
 
-    module.weight   in a trace            unshard(leaf, spec)
-                    in an eager forward   the whole tensor, differentiable
-                    anywhere else         the DTensor
+    module.weight   in a trace                             unshard(leaf, spec)
+                    in an eager forward, within `unshard`   the whole tensor, differentiable
+                    anywhere else                           the DTensor
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,15 +21,37 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .accumulation import set_requires_gradient_sync
-from .ops import collect, unshard, with_pending
+from .ops import collect, with_pending
+from .ops import unshard as gather
 from .sharding import FSDPState, adopt, convert, state_of
 
 _CALL_FRAMES = frozenset({"_call_impl", "_wrapped_call_impl"})
 
 
+_opened: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("_opened", default=frozenset())  # ids of FSDPStates
+
+
+@contextlib.contextmanager
+def unshard(model: nn.Module) -> Iterator[None]:
+    """Within it, reading a parameter of ``model`` outside any forward gives the whole tensor, differentiable, instead of the DTensor:
+    for losses that use ``model.head.weight``, and for methods other than forward. All ranks must read the same parameters in the same
+    order. Each read gathers anew; writing into what was read changes nothing (write into the DTensor, outside).
+
+    Raises ValueError for a model that is not sharded."""
+    model = getattr(model, "_orig_mod", model)
+    state = next((s for m in model.modules() if (s := state_of(m)) is not None), None)
+    if state is None:
+        raise ValueError(f"{type(model).__name__} is not sharded yet: call fsdp_compile.fully_shard(model) first, or run one step")
+    token = _opened.set(_opened.get() | {id(state)})
+    try:
+        yield
+    finally:
+        _opened.reset(token)
+
+
 def _whole(module: Any, name: str, p: Any) -> Tensor:
     """The whole parameter, differentiable if the parameter is trainable."""
-    w = unshard(p._fsdp_shard, p._fsdp_spec)
+    w = gather(p._fsdp_shard, p._fsdp_spec)
     return _accumulating(module, name, w) if p.requires_grad else w.detach()
 
 
@@ -50,7 +75,7 @@ def _read(module: Any, name: str) -> Any:
         return _read_eager(module, name)
     leaf = module._fsdp_leaves[name]
     if leaf is not None:
-        return _accumulating(module, name, unshard(leaf, leaf._fsdp_spec))
+        return _accumulating(module, name, gather(leaf, leaf._fsdp_spec))
     p = module._parameters[name]
     return p if p is None else _whole(module, name, p)
 
@@ -71,6 +96,8 @@ def _in_forward(module: nn.Module) -> bool:
 
     Only ``nn.Module.__call__`` counts: initialisers, ``print`` and user loops that read a parameter get the DTensor."""
     state = state_of(module)
+    if id(state) in _opened.get():
+        return True
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in _CALL_FRAMES or frame.f_code.co_name.startswith("torch_dynamo_resume_in_"):

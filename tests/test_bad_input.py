@@ -43,6 +43,7 @@ def errors_one_rank() -> dict[str, str]:
     out["mesh"] = message(call, models.mlp(), mesh="cpu")
     out["mesh, fully_shard"] = message(lambda: fully_shard(models.mlp(), mesh="cpu"))
     out["iterator"] = message(call, models.mlp(), ignored_params=iter([]))
+    out["modules"] = message(call, models.mlp(), bucket_modules=("Linear", "Block"))
     out["lowering"] = message(call, models.mlp(), lowering="xla")
     out["reduce_op"] = message(call, models.mlp(), reduce_op="max")
     out["mode"] = message(lambda: torch.compile(models.mlp(), backend="fsdp", mode="max-autotune")(X))
@@ -97,6 +98,7 @@ EXPECTED = {
     "mesh": ("option mesh must be a DeviceMesh", "init_device_mesh"),
     "mesh, fully_shard": ("mesh must be a DeviceMesh", "init_device_mesh"),
     "iterator": ("option ignored_params must be a list",),
+    "modules": ("bucket_modules: 'Block' is neither", "Linear"),
     "lowering": ("lowering must be 'inductor' or 'fx', got 'xla'",),
     "reduce_op": ("reduce_op must be 'avg' or 'sum', got 'max'",),
     "mode": ("mode='max-autotune'", "options"),

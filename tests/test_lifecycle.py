@@ -8,11 +8,12 @@ import models
 import parity
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, unshard
 
 FX = {"lowering": "fx"}
 BATCHES = [models.vector_batch(i) for i in range(3)]
@@ -256,3 +257,46 @@ def added_after_sharding() -> None:
 
 def test_parameters_added_after_sharding_are_refused(pool):
     pool.run(2, added_after_sharding)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.head = nn.Linear(10, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).tanh()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.body.weight) + self.body(x)
+
+
+def chunked(model: nn.Module, hidden: Tensor) -> Tensor:
+    """A loss that reads the head's weight itself, in pieces."""
+    parts = [hidden @ w.t() for w in model.head.weight.split(2)]
+    return torch.cat(parts, 1).logsumexp(1).mean() + model.encode(torch.ones(2, 10)).square().mean()
+
+
+def whole_outside() -> None:
+    plain, model = Tower(), Tower()
+    fast = compiled(fully_shard(model))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for x, _ in BATCHES:
+        chunked(plain, plain(x)).backward()
+        hidden = fast(parity.part(x, dist.get_rank(), dist.get_world_size()))
+        with unshard(fast):
+            loss = chunked(model, hidden)
+        loss.backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    for n, p in plain.named_parameters():
+        torch.testing.assert_close(parity.full(model.get_parameter(n)), p.detach(), rtol=0, atol=1e-5)
+    assert isinstance(model.head.weight, DTensor), "outside the context a parameter is its shard again"
+    with pytest.raises(ValueError, match="not sharded yet"), unshard(plain):
+        pass
+
+
+def test_unshard_reads_whole_weights_outside_forward(pool):
+    pool.run(2, whole_outside)
