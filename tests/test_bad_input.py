@@ -57,6 +57,11 @@ def errors_one_rank() -> dict[str, str]:
     sub = models.mlp()
     sub.b.weight = nn.Parameter(Sub(torch.randn(14, 14)))
     out["subclass"] = message(fully_shard, sub)
+    quantised = models.mlp()
+    codes = torch.quantize_per_tensor(torch.randn(14, 14), 0.1, 0, torch.qint8)
+    quantised.b.weight = nn.Parameter(codes, requires_grad=False)
+    out["quantised"] = message(fully_shard, quantised)
+    out["mesh too large"] = message(lambda: fully_shard(models.mlp(), mesh=init_device_mesh("cpu", (4,))))
     out["twice"] = message(fully_shard, fully_shard(models.mlp()))
     part = models.mlp()
     fully_shard(part.b)
@@ -108,6 +113,8 @@ EXPECTED = {
     "sparse, oneliner": ("'e.weight'", "sparse=False"),
     "int": ("TypeError", "'codes'", "torch.int8", "ignored_params"),
     "subclass": ("TypeError", "'b.weight'", "Sub"),
+    "quantised": ("TypeError", "'b.weight'", "torch.qint8", "ignored_params"),
+    "mesh too large": ("Mesh should not be bigger than default world size",),
     "twice": ("ValueError", "sharded already"),
     "inner first": ("ValueError", "'b'", "sharded already"),
     "fsdp2 first": ("TypeError", "'a.weight'", "DTensor already"),
