@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 # transform(graph_module, is_backward) rewrites a graph in place and returns a wrapper for the function compiled from it.
 Transform = Callable[[torch.fx.GraphModule, bool], Callable[[Callable[..., Any]], Callable[..., Any]]]
@@ -267,14 +268,15 @@ def single_threaded_gloo(name: str, like: Any, ranks: list[int]) -> Any:
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A DTensor of ``like``'s mesh, placements and global shape around ``local``, without DTensor.from_local's checks (hot path)."""
-    from torch.distributed.tensor import DTensor
-
     spec = like._spec  # type: ignore[attr-defined]
     if local.dtype != spec.tensor_meta.dtype:
         spec = copy.copy(spec)
         spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
     # __new__ alone: DTensor.__init__ only leaves Dynamo, at twice the cost of all the rest.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[arg-type]
+    return _new_dtensor(DTensor, local, spec, requires_grad=False)  # type: ignore[arg-type]
+
+
+_new_dtensor = DTensor.__new__
 
 
 def outside_fake_mode() -> Any:

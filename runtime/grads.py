@@ -21,6 +21,8 @@ from .accumulation import reduced
 def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None]:
     """The hook for the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
     ref = weakref.ref(p)
+    local_shape = p._local_tensor.shape  # type: ignore[attr-defined]
+    like = compat.dtensor_like
 
     def hook(leaf: Tensor) -> None:
         g, owner = leaf.grad, ref()
@@ -34,11 +36,10 @@ def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None
             for module in owner._fsdp_owners:  # type: ignore[attr-defined]
                 module._fsdp_leaves.update({n: None for n, q in module._parameters.items() if q is owner})
             return
-        shape = owner._local_tensor.shape  # type: ignore[attr-defined]
-        if g.shape != shape:
-            g = (g if g.numel() == local_numel else g[:local_numel]).view(shape)
+        if g.shape != local_shape:
+            g = (g if g.numel() == local_numel else g[:local_numel]).view(local_shape)
         if owner.grad is None and not owner._backward_hooks and not owner._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            owner.grad = compat.dtensor_like(g, owner)  # the hot path
+            owner.grad = like(g, owner)  # the hot path
         else:
             accumulate(owner, g)
 
