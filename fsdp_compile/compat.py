@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -132,6 +133,8 @@ def compile_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
+    register_collectives()
+
     class _JointPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             joint_pass(graph)
@@ -160,6 +163,25 @@ def compile_inductor(
     # keyed by the transformed graph, stays on.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type,return-value]
+
+
+@functools.cache
+def register_collectives() -> None:
+    """Teach Inductor our own collectives: as torch's, their inputs stay untouched until the wait."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    def lowering(op: Any) -> Callable[..., Any]:
+        def lower(x: Any, world: int, group: str) -> Any:
+            out = ir._CollectiveKernel.create_out_of_place(op, x, world, group)
+            return torch.utils._pytree.tree_map(ir.TensorBox.create, out)
+
+        return lower
+
+    ours = torch.ops.fsdp_compile
+    for op in (ours.all_gather.default, ours.all_gather_coalesced.default, ours.all_to_all.default):
+        add_layout_constraint(op, constrain_to_fx_strides)
+        register_lowering(op, type_promotion_kind=None)(lowering(op))
 
 
 def make_boxed(gm: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -261,6 +283,11 @@ def single_threaded_gloo(name: str, like: Any, ranks: list[int]) -> Any:
     return dist.new_group(
         ranks, timeout=theirs._timeout, backend=name, pg_options=options, use_local_synchronization=True, group_desc="fsdp_compile"
     )
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Let ``wait_tensor(tensor)`` wait for ``work``; several for one tensor are all waited for."""
+    torch._C._distributed_c10d._register_work(tensor, work)  # type: ignore[arg-type]
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.runtime.order import same_on_all_ranks
 from fsdp_compile.spec import ParamSpec
 
+_COLLECTIVE = re.compile(r"ops\._c10d_functional\.|ops\.fsdp_compile\.all_")
 _JOINT_VERSION = "fsdp_compile.joint.1"
 
 
@@ -128,11 +129,11 @@ def _failed_collective(e: BaseException, schedule: Scheduled) -> str | None:
     """Which collective an exception came from, read off the line of generated code (or of an FX graph) that raised it."""
     for frame in reversed(traceback.extract_tb(e.__traceback__)):
         line = frame.line or ""
-        if "_c10d_functional" not in line:
+        if not _COLLECTIVE.search(line):
             continue
         source = _source_above(frame)
         if "wait_tensor" in line and (m := re.search(r"wait_tensor(?:\.default)?\((\w+)", line)):
-            launches = [s for s in source if "_c10d_functional" in s and "wait_tensor" not in s]
+            launches = [s for s in source if _COLLECTIVE.search(s) and "wait_tensor" not in s]
             name = m[1]
             for s in reversed(source):  # follow getitems back to the launch that delivers `name`
                 got = re.match(rf"\s*{name} = (\w+)\[\d+\]", s) or re.match(rf"\s*{name} = (\w+);", s)
@@ -140,7 +141,7 @@ def _failed_collective(e: BaseException, schedule: Scheduled) -> str | None:
                     name = got[1]
             nth = next((i for i, s in enumerate(launches) if re.match(rf"\s*{name} = ", s)), len(launches) - 1)
         else:
-            nth = sum(1 for s in source if "_c10d_functional" in s and "wait_tensor" not in s) - 1
+            nth = sum(1 for s in source if _COLLECTIVE.search(s) and "wait_tensor" not in s) - 1
         if 0 <= nth < len(schedule.collectives):
             c = schedule.collectives[nth]
             return f"{c.kind} of bucket {c.bucket} ({', '.join(c.params[:3])}{', …' if len(c.params) > 3 else ''})"

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile.passes.bucket import BucketPlan
+from fsdp_compile.passes.exchange import TRANSPORTS
 from fsdp_compile.passes.pipeline import Plan
 from fsdp_compile.passes.schedule import SchedulePlan
 
@@ -31,8 +32,9 @@ class Options:
       bucket_modules          class names or FQN patterns: one bucket for each such module, whatever its size
       min_num_params          FSDP1's size policy: a bucket of about this many (fp32) parameters
       collective              "coalesced" (no copies) or "packed" (one flat buffer)
-      reduce_scatter          "native"; "all_to_all": fewer bytes where the backend's own sends more than it must; "auto":
-                              all_to_all on gloo
+      transport               "native": the backend's own collectives; "all_to_all": reductions built on all-to-all, fewer bytes
+                              where the backend's own sends more than it must; "send_recv": all built on send and receive, which
+                              uses a TCP link better; "auto": send_recv on gloo, else native
 
     When it travels:
       prefetch                how many buckets ahead a gather is launched
@@ -59,7 +61,7 @@ class Options:
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
     collective: str = "coalesced"
-    reduce_scatter: str = "auto"
+    transport: str = "auto"
     lowering: str = "inductor"
     timeout_s: float = 600.0
     dump_graphs: str | None = None
@@ -70,8 +72,8 @@ class Options:
             raise ValueError(f"option lowering must be 'inductor' or 'fx', got {self.lowering!r}")
         if self.reduce_op not in ("avg", "sum"):
             raise ValueError(f"option reduce_op must be 'avg' or 'sum', got {self.reduce_op!r}")
-        if self.reduce_scatter not in ("auto", "native", "all_to_all"):
-            raise ValueError(f"option reduce_scatter must be 'auto', 'native' or 'all_to_all', got {self.reduce_scatter!r}")
+        if self.transport not in ("auto", *TRANSPORTS):
+            raise ValueError(f"option transport must be 'auto' or one of {TRANSPORTS}, got {self.transport!r}")
         if self.limit_all_gathers is not None and self.collective == "packed":
             raise ValueError(
                 "options limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists "
@@ -106,7 +108,7 @@ class Options:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
         Raises ValueError for a ``bucket_modules`` entry that matches none of them.
         ``on_gloo``: gloo carries the collectives (decides options left at "auto")."""
-        exchange = self.reduce_scatter == "all_to_all" or (self.reduce_scatter == "auto" and on_gloo)
+        transport = ("send_recv" if on_gloo else "native") if self.transport == "auto" else self.transport
         limit = self.bucket_bytes if self.min_num_params is None else 4 * self.min_num_params  # FSDP1 counted fp32 parameters
         labels = {}
         unused = set(self.bucket_modules)
@@ -123,9 +125,9 @@ class Options:
                 f"name; classes here: {', '.join(classes)}"
             )
         return Plan(
-            BucketPlan(limit, labels, self.collective, self.limit_all_gathers, "packed" if exchange else None),
+            BucketPlan(limit, labels, self.collective, self.limit_all_gathers, None if transport == "native" else "packed"),
             SchedulePlan(self.prefetch, self.limit_all_gathers, self.limit_reduce_scatters),
-            exchange,
+            transport,
         )
 
     def shard_args(self) -> dict[str, Any]:

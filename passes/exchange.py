@@ -1,24 +1,39 @@
-"""exchange: build reduce-scatters on all-to-all where the backend's own sends more bytes than it must.
+"""exchange: build collectives on what moves their bytes faster than the backend's own.
 
 ::
 
-    y = wait(reduce_scatter(x))    →    y = mean(view(wait(all_to_all(x)), [world, -1]), 0)
+    "all_to_all"   y = wait(reduce_scatter(x))    →    y = mean(view(wait(all_to_all(x)), [world, -1]), 0)
+    "send_recv"    the same, with the all-to-all and every all-gather built on send and receive (`runtime/send_recv.py`)
 
-gloo's reduce-scatter sends twice the least possible; its all-to-all sends (world-1)/world of the input once. The sum over ranks then runs
+gloo's reduce-scatter sends twice the least possible; an all-to-all sends (world-1)/world of the input once. The sum over ranks then runs
 as ordinary compute, in rank order on every rank. Coalesced reductions stay as they are: there is no coalesced all-to-all.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from .graph_ops import aten, c10d, emit
 from .roles import nodes_of, role_of
 
+TRANSPORTS = ("native", "all_to_all", "send_recv")
+_ours = torch.ops.fsdp_compile
+ALL_TO_ALLS = (c10d.all_to_all_single.default, _ours.all_to_all.default)
+_GATHERS = {
+    c10d.all_gather_into_tensor.default: _ours.all_gather.default,
+    c10d.all_gather_into_tensor_coalesced.default: _ours.all_gather_coalesced.default,
+}
+SENT_GATHERS = tuple(_GATHERS.values())
 
-def exchange(graph: fx.Graph) -> int:
-    """Replace every plain reduce-scatter in place; returns how many."""
+
+def exchange(graph: fx.Graph, transport: str) -> int:
+    """Rebuild collectives in place for ``transport``; returns how many."""
     count = 0
+    if transport == "send_recv":
+        for launch, _ in nodes_of(graph, "gather"):
+            launch.target = _GATHERS[launch.target]  # type: ignore[index]
+            count += 1
     for launch, role in nodes_of(graph, "reduce"):
         if launch.target is not c10d.reduce_scatter_tensor.default:
             continue
@@ -28,7 +43,10 @@ def exchange(graph: fx.Graph) -> int:
         part = x.meta["val"].numel() // world
         combine = aten.mean.dim if op == "avg" else aten.sum.dim_IntList
         with graph.inserting_before(launch):
-            send = emit(graph, c10d.all_to_all_single.default, (x, [part] * world, [part] * world, group), role)
+            if transport == "send_recv":
+                send = emit(graph, _ours.all_to_all.default, (x, world, group), role)
+            else:
+                send = emit(graph, c10d.all_to_all_single.default, (x, [part] * world, [part] * world, group), role)
         with graph.inserting_before(wait):
             got = emit(graph, c10d.wait_tensor.default, (send,), role.of("wait_reduce"))
             table = emit(graph, aten.reshape.default, (got, [world, part]), role.of("grad"))

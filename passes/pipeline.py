@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
 from torch import fx
 
 from fsdp_compile.spec import ParamSpec
 
 from .bucket import BucketPlan, bucket
-from .exchange import exchange
+from .exchange import ALL_TO_ALLS, TRANSPORTS, exchange
 from .graph_ops import positions, sources
 from .insert import insert
 from .lower import lower
@@ -26,7 +25,6 @@ from .verify import Expectation, verify
 log = logging.getLogger("fsdp_compile.passes")
 
 _T = TypeVar("_T")
-_EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 
 # observer(stage, graph): called with "markers" before the first pass, then after each pass.
 Observer = Callable[[str, fx.Graph], None]
@@ -36,11 +34,15 @@ Observer = Callable[[str, fx.Graph], None]
 class Plan:
     """Everything that the passes decide by; equal plans on equal graphs give equal schedules, on any rank.
 
-    ``reduce_by_exchange``: build reduce-scatters on all-to-all (`exchange`)."""
+    ``transport``: what collectives are built on (`exchange`)."""
 
     bucket: BucketPlan = field(default_factory=BucketPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
-    reduce_by_exchange: bool = False
+    transport: str = "native"
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {TRANSPORTS}, got {self.transport!r}")
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def run_passes(
     show("markers", graph)
     inserted = _timed("insert", graph, show, lambda: insert(graph, direction))
     _timed("bucket", graph, show, lambda: bucket(graph, plan.bucket))
-    if plan.reduce_by_exchange:
-        _timed("exchange", graph, show, lambda: exchange(graph))
+    if plan.transport != "native":
+        _timed("exchange", graph, show, lambda: exchange(graph, plan.transport))
     _timed("schedule", graph, show, lambda: schedule(graph, plan.schedule))
     expect = Expectation(inserted.gathered, inserted.reduced, escaping, plan.schedule.limit_gathers)
     _timed("verify", graph, show, lambda: verify(graph, expect))
@@ -127,7 +129,7 @@ def collective_table(graph: fx.Graph) -> tuple[Collective, ...]:
         wait = first_wait[role.bucket]
         rows.append(
             Collective(
-                kind="all_gather" if role.kind == "gather" else "all_to_all" if launch.target is _EXCHANGE else "reduce_scatter",
+                kind="all_gather" if role.kind == "gather" else "all_to_all" if launch.target in ALL_TO_ALLS else "reduce_scatter",
                 bucket=role.bucket,
                 params=role.params,
                 nbytes=role.nbytes,

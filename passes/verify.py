@@ -16,6 +16,7 @@ from torch import fx
 
 from fsdp_compile.spec import ParamSpec
 
+from .exchange import ALL_TO_ALLS, SENT_GATHERS
 from .graph_ops import FREE, REDUCE_GRAD, UNSHARD, alias_closure, c10d, is_alias_op, output_of, positions, written_args
 from .roles import Role, nodes_of, role_of
 
@@ -36,11 +37,11 @@ class Expectation:
 
 
 _LAUNCHES = {
-    "gather": (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default),
+    "gather": (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, *SENT_GATHERS),
     "reduce": (
         c10d.reduce_scatter_tensor.default,
         c10d.reduce_scatter_tensor_coalesced.default,
-        c10d.all_to_all_single.default,
+        *ALL_TO_ALLS,
     ),
 }
 _WAITS = {"gather": "wait_gather", "reduce": "wait_reduce"}
@@ -111,9 +112,9 @@ def _sends(launch: fx.Node, role: Role, specs: list[ParamSpec], inputs: list[fx.
     reduces = role.kind == "reduce"
     for s in specs:
         where: tuple[Any, ...] = (s.reduce_op, s.world, s.group) if reduces else (s.world, s.group)
-        if launch.target is c10d.all_to_all_single.default:
+        if launch.target in ALL_TO_ALLS:
             part = [inputs[0].meta["val"].numel() // s.world] * s.world
-            where = (part, part, s.group)
+            where = (part, part, s.group) if launch.target is c10d.all_to_all_single.default else (s.world, s.group)
             _combines(launch, role, s)
         if launch.args[1:] != where:
             _refuse(4, launch, role, f"runs on {launch.args[1:]}, but {s.fqn!r} belongs to {where}")

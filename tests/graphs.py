@@ -21,7 +21,7 @@ import torch
 import torch._functorch.config
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.bucket import BucketPlan, bucket
-from fsdp_compile.passes.exchange import exchange
+from fsdp_compile.passes.exchange import ALL_TO_ALLS, SENT_GATHERS, exchange
 from fsdp_compile.passes.graph_ops import FREE, REDUCE_GRAD, UNSHARD, c10d
 from fsdp_compile.passes.insert import Inserted, insert
 from fsdp_compile.passes.pipeline import Plan, Scheduled, run_passes
@@ -152,8 +152,8 @@ def scheduled(gm: fx.GraphModule, direction: str, plan: Plan | None = None) -> I
     plan = plan or Plan()
     done = insert(gm.graph, direction)
     bucket(gm.graph, plan.bucket)
-    if plan.reduce_by_exchange:
-        exchange(gm.graph)
+    if plan.transport != "native":
+        exchange(gm.graph, plan.transport)
     schedule(gm.graph, plan.schedule)
     gm.graph.lint()
     return done
@@ -166,11 +166,11 @@ def plan_of(
     limit: int | None = None,
     labels: dict[str, str] | None = None,
     reduces: int | None = None,
-    exchange: bool = False,
+    transport: str = "native",
 ) -> Plan:
     """A plan in one line."""
-    buckets = BucketPlan(bucket_bytes, labels or {}, mode, limit, "packed" if exchange else None)
-    return Plan(buckets, SchedulePlan(prefetch, limit, reduces), exchange)
+    buckets = BucketPlan(bucket_bytes, labels or {}, mode, limit, None if transport == "native" else "packed")
+    return Plan(buckets, SchedulePlan(prefetch, limit, reduces), transport)
 
 
 def text(graph: fx.Graph) -> str:
@@ -241,7 +241,7 @@ class Ranks:
         assert all(p.dim() == 1 and p.is_contiguous() for p in parts), "collectives take flat, contiguous tensors"
         if op.startswith("all_gather"):
             results = [torch.cat(parts)] * self.world
-        elif op == "all_to_all_single":
+        elif op.startswith("all_to_all"):
             results = [torch.cat(list(got)) for got in zip(*(p.chunk(self.world) for p in parts))]
         else:
             total = reduce_(parts, op)
@@ -260,7 +260,8 @@ class Ranks:
 
 
 _SIMULATED = (
-    c10d.all_to_all_single.default,
+    *ALL_TO_ALLS,
+    *SENT_GATHERS,
     c10d.all_gather_into_tensor.default,
     c10d.all_gather_into_tensor_coalesced.default,
     c10d.reduce_scatter_tensor.default,

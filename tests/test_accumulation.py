@@ -42,7 +42,7 @@ def windows(step: int) -> list[tuple[Tensor, Tensor]]:
 def count_reductions(fn) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
         fn()
-    names = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all")
+    names = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all", "fsdp_compile::all_to_all")
     return sum(e.count for e in p.key_averages() if e.key.startswith(names))
 
 

@@ -368,7 +368,7 @@ def figures(r: Report) -> str:
 def test_sharded_model_is_explained_like_the_plain_one(pool) -> None:
     """A model on gloo reduces by all-to-all; a plain one, which has no process group, is told to."""
     both = pool.run(2, sharded_on_rank)
-    plain = explain(Broken(), torch.randn(4, 8), lowering="fx", world_size=2, reduce_scatter="all_to_all")
+    plain = explain(Broken(), torch.randn(4, 8), lowering="fx", world_size=2, transport="all_to_all")
     assert both[0] == both[1] == figures(plain)
 
 

@@ -44,7 +44,7 @@ def events(code: str) -> list[Event]:
     counted under the launch's name."""
     out, owner = [], {}
     for line in code.splitlines():
-        if m := re.match(r"\s+(\w+) = torch\.ops\._c10d_functional\.(\w+)\.default\(", line):
+        if m := re.match(r"\s+(\w+) = torch\.ops\.(?:_c10d_functional|fsdp_compile)\.(\w+)\.default\(", line):
             out.append(Event("launch", m[1], m[2]))
         elif m := re.match(r"\s+torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)", line):
             out.append(Event("wait", owner.get(m[1], m[1]), "wait_tensor"))
@@ -86,9 +86,9 @@ def generated(**options: object) -> tuple[list[Event], list[Event]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", ["coalesced", "packed"])
-def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: str) -> None:
-    forward, backward = generated(collective=collective, prefetch=2)
+@pytest.mark.parametrize("collective, transport", [("coalesced", "native"), ("packed", "native"), ("coalesced", "send_recv")])
+def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: str, transport: str) -> None:
+    forward, backward = generated(collective=collective, transport=transport, prefetch=2)
     # 12 buckets (norm, up, down of 4 layers); compute stands only in up and down.
     lead = in_flight(forward, "all_gather")
     assert len(lead) == 12
@@ -99,9 +99,10 @@ def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: 
 
 
 @pytest.mark.slow
-def test_reductions_fly_during_later_compute(fake_group: None) -> None:
-    _, backward = generated()
-    lead = in_flight(backward, "reduce_scatter")
+@pytest.mark.parametrize("transport", ["native", "send_recv"])
+def test_reductions_fly_during_later_compute(fake_group: None, transport: str) -> None:
+    _, backward = generated(transport=transport)
+    lead = in_flight(backward, {"native": "reduce_scatter", "send_recv": "all_to_all"}[transport])
     assert len(lead) == 12
     assert all(n >= 1 for n in lead[:-3]), lead
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compile.passes.exchange import TRANSPORTS
 from fsdp_compile.passes.graph_ops import REDUCE_GRAD, UNSHARD
 from fsdp_compile.passes.pipeline import run_passes
 from fsdp_compile.passes.roles import nodes_of
@@ -59,8 +60,8 @@ def test_numbers_are_eagers(world: int, style: str, mode: str, bucket_bytes: int
     want = reference(program)
     assert want.grads["unused"] is None and want.grads["frozen"] is None and want.grads["a"] is not None
     for prefetch in (0, 1, 3):
-        for exchange in (False, True):
-            plan = plan_of(bucket_bytes, mode, prefetch, exchange=exchange)
+        for transport in TRANSPORTS:
+            plan = plan_of(bucket_bytes, mode, prefetch, transport=transport)
             assert_same(train(program, plan, captured(world, style)), want)
 
 
@@ -203,7 +204,7 @@ def test_random_programs(seed: int, data: st.DataObject) -> None:
         data.draw(st.integers(0, 4)),
         labels={s.fqn: s.fqn.split(".")[0] for s in program.specs} if data.draw(st.booleans()) else {},
         reduces=data.draw(st.sampled_from([None, 1, 200])),
-        exchange=data.draw(st.booleans()),
+        transport=data.draw(st.sampled_from(TRANSPORTS)),
     )
     assert_same(train(program, plan, got), want)
 

@@ -19,7 +19,13 @@ from torch import fx
 # Three layers of 6 x 6 float64: 288 gathered bytes each.
 SINGLE, PAIRS = plan_of(0, prefetch=1), plan_of(2 * 288, prefetch=1)
 PACKED = plan_of(2 * 288, "packed", prefetch=1)
-PLANS = {"single": SINGLE, "coalesced": PAIRS, "packed": PACKED, "exchange": plan_of(2 * 288, exchange=True)}
+PLANS = {
+    "single": SINGLE,
+    "coalesced": PAIRS,
+    "packed": PACKED,
+    "exchange": plan_of(2 * 288, transport="all_to_all"),
+    "sent": plan_of(2 * 288, transport="send_recv"),
+}
 
 
 @functools.cache
