@@ -18,8 +18,6 @@ from fsdp_compile.passes.pipeline import run_passes
 from fsdp_compile.passes.roles import nodes_of
 from fsdp_compile.passes.verify import Expectation, verify
 from graphs import Captured, Program, Read, assert_same, capture, chain, plan_of, reference, scheduled, spec, synthetic, train
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fsdp_compile.spec import ParamSpec
 
@@ -191,22 +189,20 @@ def random_program(seed: int) -> Program:
     return Program(fn, tuple(specs), (torch.empty(2, D, dtype=torch.float64),), frozen, seed)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10**6), data=st.data())
-def test_random_programs(seed: int, data: st.DataObject) -> None:
-    """All passes, the verifier among them, accept every program; numbers equal eager's."""
+@pytest.mark.parametrize("seed", range(200))
+def test_random_programs(seed: int) -> None:
+    """All passes, the verifier among them, accept every program; numbers equal eager's. (Hypothesis's 200 examples were 78 programs.)"""
     program = random_program(seed)
-    got = capture(program)
-    want = reference(program)
+    rng = random.Random(f"plan {seed}")
     plan = plan_of(
-        data.draw(st.sampled_from([0, 100, 300, 1 << 20])),
-        data.draw(st.sampled_from(MODES)),
-        data.draw(st.integers(0, 4)),
-        labels={s.fqn: s.fqn.split(".")[0] for s in program.specs} if data.draw(st.booleans()) else {},
-        reduces=data.draw(st.sampled_from([None, 1, 200])),
-        transport=data.draw(st.sampled_from(TRANSPORTS)),
+        rng.choice([0, 100, 300, 1 << 20]),
+        rng.choice(MODES),
+        rng.randint(0, 4),
+        labels={s.fqn: s.fqn.split(".")[0] for s in program.specs} if rng.random() < 0.5 else {},
+        reduces=rng.choice([None, 1, 200]),
+        transport=rng.choice(TRANSPORTS),
     )
-    assert_same(train(program, plan, got), want)
+    assert_same(train(program, plan), reference(program))
 
 
 # --- scaling -------------------------------------------------------------------------------------------------------------
