@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import square_loss, vector_batch
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -198,3 +199,53 @@ def train_alike(
         torch.testing.assert_close(full(names[n]).to(p.dtype), p.detach(), rtol=0, atol=tol, msg=lambda m, n=n: f"{n}: {m}")
     for n, v in frozen.items():
         assert torch.equal(full(names[n]), v), f"frozen {n} changed"
+
+
+class Cut:
+    """``cut(x)``: the rows of a whole batch that this run sees: all in one process, this rank's slice in a sharded run."""
+
+    def __init__(self, sharded: bool) -> None:
+        self.sharded = sharded
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
+
+    def __call__(self, x: Any) -> Any:
+        return part(x, self.rank, self.world)
+
+
+def train(module: nn.Module, run: Any, cut: Cut, opt: Any, before_step: Callable[[], Any] = lambda: None, steps: int = 3) -> list[Any]:
+    """The usual loop over `models.vector_batch`; returns what ``before_step`` said each time."""
+    said = []
+    for step in range(steps):
+        x, y = vector_batch(step)
+        square_loss(run(cut(x)), cut(y)).backward()
+        said.append(before_step())
+        opt.step()
+        opt.zero_grad()
+    return [s for s in said if s is not None]
+
+
+def alike(
+    script: Callable[..., Any],
+    build: Callable[[], nn.Module],
+    *,
+    explicit: bool = False,
+    tol: float = 1e-5,
+    moved: float = 1e-4,
+    options: dict[str, Any] | None = None,
+) -> None:
+    """Inside a worker: a user's training script, ``script(module, run, cut)``, on a plain model and on a sharded one.
+
+    ``run`` is what the script calls. Parameters, and the tensors that it returns, must be equal in the end; a parameter must have moved."""
+    plain, model = build(), build()
+    if explicit:
+        fully_shard(model)
+    want = script(plain, plain, Cut(False))
+    got = script(model, torch.compile(model, backend="fsdp", options={"lowering": "fx", **(options or {})}), Cut(True))
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "the model was not sharded"
+    for n, p in plain.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(n)), p.detach(), rtol=tol, atol=tol, msg=lambda m, n=n: f"{n}: {m}")
+    for i, (a, b) in enumerate(zip(got or (), want or (), strict=True)):
+        a, b = full(torch.as_tensor(a)), full(torch.as_tensor(b))
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol, msg=lambda m, i=i: f"result {i}: {m}")
+    most = max(float((p - q).detach().abs().max()) for p, q in zip(plain.parameters(), build().parameters()))
+    assert most >= moved, f"training moved the parameters by {most:.1e} only: the comparison would prove nothing"
