@@ -221,7 +221,6 @@ def layer_before_first_graph(explicit: bool) -> None:
     parity.train_alike(BreaksInLoop(), compiled(model), BATCHES[:2], models.square_loss)
 
 
-@pytest.mark.xfail(strict=True, reason="`first` ran with the plain weight, whose memory sharding then frees: its backward fails")
 def test_oneliner_when_a_layer_ran_before_the_first_graph(pool):
     pool.run(2, layer_before_first_graph, False)
 
