@@ -128,6 +128,12 @@ class _Sharded:
         super().__setstate__(state)  # type: ignore[misc]
         readopt(self)  # type: ignore[arg-type]
 
+    def get_parameter(self, target: str) -> Any:
+        """As a read of the attribute, so that a forward may ask for a parameter by its FQN (torch's refuses what is no Parameter)."""
+        path, _, name = target.rpartition(".")
+        owner = self.get_submodule(path)  # type: ignore[attr-defined]
+        return getattr(owner, name) if owner._parameters.get(name) is not None else super().get_parameter(target)  # type: ignore[misc]
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """As FSDP2's: False: backward keeps gradients whole and unreduced on each rank; True: the next backward reduces their sum."""
         set_requires_gradient_sync(self, requires_gradient_sync, recurse=recurse)  # type: ignore[arg-type]
