@@ -248,6 +248,16 @@ def eager_backward_compile() -> Any:
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 
 
+def never_a_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from compiling ``fn``, or what it calls, as frames of their own. Called from a frame that is traced, ``fn`` is
+    inlined as ever, which `torch.compiler.disable` would forbid."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(fn.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    return fn
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put ``text`` into torch's structured trace, where tlparse shows it."""
     from torch._logging import trace_structured

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile import compat
+
 from .accumulation import set_requires_gradient_sync
 from .ops import collect, with_pending
 from .ops import unshard as gather
@@ -184,7 +186,8 @@ def _property(name: str) -> property:
     """A property whose code holds the name as a literal: a closure's cell would cost a guard."""
     scope: dict[str, Any] = {"_read": _read}
     exec(f"def read(self):\n    return _read(self, {name!r})", scope)
-    return property(scope["read"])
+    # Code that Dynamo leaves out but that runs under it (`nn.LSTM`) would compile a graph for each parameter that it reads.
+    return property(compat.never_a_frame(scope["read"]))
 
 
 @functools.cache
