@@ -160,6 +160,25 @@ class _Sharded:
         fill_table(self)  # type: ignore[arg-type]
 
 
+class _ShardedRNN(_Sharded):
+    """`nn.RNN`, `LSTM` and `GRU` keep a list of their weights. Of a sharded one it is filled at each call and emptied after it: torch's
+    way would gather each weight several times, and keep all of them whole from step to step."""
+
+    def _init_flat_weights(self) -> None:
+        self._flat_weights = [None] * len(self._flat_weights_names)  # type: ignore[attr-defined]
+        self._flat_weight_refs = list(self._flat_weights)
+
+    def _update_flat_weights(self) -> None:
+        self._flat_weights = [getattr(self, n, None) for n in self._flat_weights_names]  # type: ignore[attr-defined]
+
+    def flatten_parameters(self) -> None:
+        """Nothing: weights are laid out anew by each gather."""
+
+
+def _empty_list(module: Any, args: Any, output: Any) -> None:
+    module._init_flat_weights()
+
+
 def fill_table(module: nn.Module) -> None:
     """Set the module's name → leaf table: the leaf of a trainable parameter, None for what is read through the parameter itself."""
     if state_of(module) is not None:
@@ -196,7 +215,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     body: dict[str, Any] = {n: _property(n) for n in names}
     body["__module__"] = cls.__module__
     body["__qualname__"] = f"FSDP{cls.__qualname__}"
-    return type(f"FSDP{cls.__name__}", (_Sharded, cls), body)
+    return type(f"FSDP{cls.__name__}", (_ShardedRNN if issubclass(cls, nn.RNNBase) else _Sharded, cls), body)
 
 
 def install(module: nn.Module, names: tuple[str, ...], state: FSDPState, root: bool = False) -> None:
@@ -207,6 +226,9 @@ def install(module: nn.Module, names: tuple[str, ...], state: FSDPState, root: b
         module.__class__ = sharded_class(type(module), names)  # type: ignore[arg-type]
         fill_table(module)
         module.register_load_state_dict_post_hook(_after_load)
+        if isinstance(module, _ShardedRNN):
+            module._init_flat_weights()
+            module.register_forward_hook(_empty_list, always_call=True)
 
 
 def _after_load(module: nn.Module, incompatible_keys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -136,12 +137,19 @@ def cells() -> nn.Module:
     return Kind(run, lstm=nn.LSTMCell(10, 7), gru=nn.GRUCell(10, 7), out=nn.Linear(7, 3))
 
 
-def recurrent(kind: type[nn.RNNBase], **kwargs: Any) -> nn.Module:
-    def run(m: Any, x: Tensor) -> Tensor:
-        return m.out(m.rnn(torch.tanh(m.inp(sequence(x))))[0].mean(1))
+class Recurrent(nn.Module):
+    """Layers around `nn.LSTM` or `nn.GRU`, which Dynamo leaves out. Statements of their own in forward: a graph ends before the call."""
 
-    rnn = kind(8, 5, num_layers=2, bidirectional=True, batch_first=True, **kwargs)
-    return Kind(run, inp=nn.Linear(8, 8), rnn=rnn, out=nn.Linear(rnn(torch.zeros(1, 1, 8))[0].shape[-1], 3))
+    def __init__(self, kind: type[nn.RNNBase], **kwargs: Any) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        self.rnn = kind(8, 5, num_layers=2, bidirectional=True, batch_first=True, **kwargs)
+        self.out = nn.Linear(self.rnn(torch.zeros(1, 1, 8))[0].shape[-1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inp(sequence(x)))
+        h = self.rnn(h)[0]
+        return self.out(h.mean(1))
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -155,10 +163,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": functools.partial(parametrized, parametrizations.spectral_norm),
     "orthogonal_exp": functools.partial(parametrized, functools.partial(parametrizations.orthogonal, orthogonal_map="matrix_exp")),
     "orthogonal_householder": functools.partial(parametrized, functools.partial(parametrizations.orthogonal, orthogonal_map="householder")),
-    "lstm": functools.partial(recurrent, nn.LSTM, proj_size=3),
-    "gru": functools.partial(recurrent, nn.GRU),
+    "lstm": functools.partial(Recurrent, nn.LSTM, proj_size=3),
+    "gru": functools.partial(Recurrent, nn.GRU),
 }  # fmt: skip
-NOT_TRACED = {"lstm", "gru"}  # Dynamo leaves them out: `fully_shard` first
+NOT_TRACED = {"lstm", "gru"}
 
 
 def build(kind: str) -> nn.Module:
@@ -180,13 +188,17 @@ def trains(kind: str, explicit: bool) -> None:
         torch.testing.assert_close(model.get_buffer(n), b, rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
     for m in (model, plain):
         m.eval()
-    if kind in NOT_TRACED:  # and its reads must not be compiled one by one
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    if kind in NOT_TRACED:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4, "reads are compiled one by one"
+        assert not any(isinstance(w, Tensor) for w in model.rnn._flat_weights), "whole weights are kept from step to step"
+        model, plain = copy.deepcopy(model), copy.deepcopy(plain)
+        parity.train_alike(plain, model, BATCHES, models.square_loss)
+        fast = model
     with torch.no_grad():  # layers with a fast path take it here
         torch.testing.assert_close(fast(BATCHES[0][0]), plain(BATCHES[0][0]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in NOT_TRACED])
+@pytest.mark.parametrize("kind", KINDS)
 def test_oneliner(pool, kind):
     pool.run(2, trains, kind, False)
 
@@ -194,3 +206,14 @@ def test_oneliner(pool, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fully_shard(pool, kind):
     pool.run(3, trains, kind, True)
+
+
+def nothing_traced() -> None:
+    model = Kind(lambda m, x: m.out(m.rnn(m.inp(x))[0]), inp=nn.Linear(10, 8), rnn=nn.GRU(8, 5), out=nn.Linear(5, 3))
+    compiled(model)(BATCHES[0][0])
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.xfail(strict=True, reason="no graph reaches the backend, so the model stays plain: each rank trains alone, unsaid")
+def test_oneliner_where_dynamo_traces_nothing(pool):
+    pool.run(2, nothing_traced)
