@@ -33,8 +33,8 @@ class Options:
       min_num_params          FSDP1's size policy: a bucket of about this many (fp32) parameters
       collective              "coalesced" (no copies) or "packed" (one flat buffer)
       transport               "native": the backend's own collectives; "all_to_all": reductions built on all-to-all, fewer bytes
-                              where the backend's own sends more than it must; "send_recv": all built on send and receive, which
-                              uses a TCP link better; "auto": send_recv on gloo, else native
+                              where the backend's own sends more than it must; "own": so, and every collective on what suits
+                              the measured link (gloo only); "auto": "own" on gloo, else "native"
 
     When it travels:
       prefetch                how many buckets ahead a gather is launched
@@ -108,7 +108,7 @@ class Options:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
         Raises ValueError for a ``bucket_modules`` entry that matches none of them.
         ``on_gloo``: gloo carries the collectives (decides options left at "auto")."""
-        transport = ("send_recv" if on_gloo else "native") if self.transport == "auto" else self.transport
+        transport = ("own" if on_gloo else "native") if self.transport == "auto" else self.transport
         limit = self.bucket_bytes if self.min_num_params is None else 4 * self.min_num_params  # FSDP1 counted fp32 parameters
         labels = {}
         unused = set(self.bucket_modules)

@@ -3,7 +3,7 @@
 ::
 
     "all_to_all"   y = wait(reduce_scatter(x))    →    y = mean(view(wait(all_to_all(x)), [world, -1]), 0)
-    "send_recv"    the same, with the all-to-all and every all-gather built on send and receive (`runtime/send_recv.py`)
+    "own"          the same, with the all-to-all and every all-gather by our own operators (`runtime/wire.py`), which suit the link
 
 gloo's reduce-scatter sends twice the least possible; an all-to-all sends (world-1)/world of the input once. The sum over ranks then runs
 as ordinary compute, in rank order on every rank. Coalesced reductions stay as they are: there is no coalesced all-to-all.
@@ -17,7 +17,7 @@ from torch import fx
 from .graph_ops import aten, c10d, emit
 from .roles import nodes_of, role_of
 
-TRANSPORTS = ("native", "all_to_all", "send_recv")
+TRANSPORTS = ("native", "all_to_all", "own")
 _ours = torch.ops.fsdp_compile
 ALL_TO_ALLS = (c10d.all_to_all_single.default, _ours.all_to_all.default)
 _GATHERS = {
@@ -30,7 +30,7 @@ SENT_GATHERS = tuple(_GATHERS.values())
 def exchange(graph: fx.Graph, transport: str) -> int:
     """Rebuild collectives in place for ``transport``; returns how many."""
     count = 0
-    if transport == "send_recv":
+    if transport == "own":
         for launch, _ in nodes_of(graph, "gather"):
             launch.target = _GATHERS[launch.target]  # type: ignore[index]
             count += 1
@@ -43,7 +43,7 @@ def exchange(graph: fx.Graph, transport: str) -> int:
         part = x.meta["val"].numel() // world
         combine = aten.mean.dim if op == "avg" else aten.sum.dim_IntList
         with graph.inserting_before(launch):
-            if transport == "send_recv":
+            if transport == "own":
                 send = emit(graph, _ours.all_to_all.default, (x, world, group), role)
             else:
                 send = emit(graph, c10d.all_to_all_single.default, (x, [part] * world, [part] * world, group), role)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile import compat
 
 from .agree import agree
+from .wire import lay
 
 BACKEND = "fsdp_gloo"  # gloo with one worker thread
 # By the mesh's group; a group made anew gets new ones.
@@ -41,7 +42,9 @@ def communicator(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup:
             _control[group] = dist.new_group(_ranks_of(group, timeout_s), backend="gloo", use_local_synchronization=True)
         return group
     if group not in _beside:
-        _beside[group] = compat.single_threaded_gloo(BACKEND, group, _ranks_of(group, timeout_s))
+        ranks = _ranks_of(group, timeout_s)
+        _beside[group] = made = compat.single_threaded_gloo(BACKEND, group, ranks)
+        lay(made, compat.single_threaded_gloo(BACKEND, group, ranks))
     return _beside[group]
 
 

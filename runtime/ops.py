@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from . import send_recv  # noqa: F401  # defines operators
 from .order import same_on_all_ranks
 
 TIMEOUT_S = 600.0  # for the other ranks, in code that runs outside graphs; option timeout_s is for graphs

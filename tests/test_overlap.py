@@ -86,7 +86,7 @@ def generated(**options: object) -> tuple[list[Event], list[Event]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collective, transport", [("coalesced", "native"), ("packed", "native"), ("coalesced", "send_recv")])
+@pytest.mark.parametrize("collective, transport", [("coalesced", "native"), ("packed", "native"), ("coalesced", "own")])
 def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: str, transport: str) -> None:
     forward, backward = generated(collective=collective, transport=transport, prefetch=2)
     # 12 buckets (norm, up, down of 4 layers); compute stands only in up and down.
@@ -99,10 +99,10 @@ def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["native", "send_recv"])
+@pytest.mark.parametrize("transport", ["native", "own"])
 def test_reductions_fly_during_later_compute(fake_group: None, transport: str) -> None:
     _, backward = generated(transport=transport)
-    lead = in_flight(backward, {"native": "reduce_scatter", "send_recv": "all_to_all"}[transport])
+    lead = in_flight(backward, {"native": "reduce_scatter", "own": "all_to_all"}[transport])
     assert len(lead) == 12
     assert all(n >= 1 for n in lead[:-3]), lead
 

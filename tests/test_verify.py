@@ -24,7 +24,7 @@ PLANS = {
     "coalesced": PAIRS,
     "packed": PACKED,
     "exchange": plan_of(2 * 288, transport="all_to_all"),
-    "sent": plan_of(2 * 288, transport="send_recv"),
+    "sent": plan_of(2 * 288, transport="own"),
 }
 
 
