@@ -379,3 +379,33 @@ def become(p: torch.Tensor, new: torch.Tensor) -> None:
     `torch.utils.swap_tensors` refuses tensors with weak references, which ours and Dynamo's guards hold."""
     torch._C._swap_tensor_impl(p, new)
     p._local_tensor, p._spec = new._local_tensor, new._spec  # type: ignore[attr-defined]
+
+
+# --- Costs --------------------------------------------------------------------------------------------------------------
+
+
+def flop_formula(target: Any) -> Callable[..., Any] | None:
+    """``formula(*args, **kwargs, out_val=result)`` → floating-point operations of a call of ``target`` (an operator overload or a
+    higher-order operator), by shapes; None if torch has none. Attention on CPU, which torch's registry lacks, counts as elsewhere."""
+    from torch.utils import flop_counter
+
+    aten = torch.ops.aten
+    key = getattr(target, "overloadpacket", target)
+    if key is aten._scaled_dot_product_flash_attention_for_cpu:
+        return lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
+    if key is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return lambda g, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
+    try:
+        return flop_counter.flop_registry.get(key)
+    except TypeError:  # an unhashable target
+        return None
+
+
+def size_hint(n: Any) -> int:
+    """The number behind a size: itself, or the example value of a SymInt."""
+    return int(n) if isinstance(n, int) else int(n.node.hint)
+
+
+def size_expr(n: Any) -> Any:
+    """A size as a number or a sympy expression over the symbols of its graph."""
+    return n if isinstance(n, int) else n.node.expr
