@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import time
-import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from . import launcher as launching
 from .bench_model import Sizes, model_factory
 from .bench_modes import DESCRIPTIONS, LOCAL_MODES
 
@@ -137,29 +137,12 @@ def ratio(mode: list[list[float]], other: list[list[float]]) -> Ratio:
 
 def launch(config: BenchConfig) -> dict[str, Any]:
     """Start the ranks on this machine, wait, and return rank 0's results. Raises BenchError if a rank died."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     from .bench_worker import worker
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
-    launcher = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
-    )
     try:
-        return elastic_launch(launcher, worker)(config)[0]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise BenchError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}") from error
+        return launching.launch(worker, config, config.nproc, config.threads)
+    except launching.LaunchError as error:
+        raise BenchError(str(error)) from error
 
 
 def run(config: BenchConfig) -> dict[str, Any]:

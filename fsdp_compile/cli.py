@@ -131,5 +131,73 @@ def explain(
         raise click.ClickException(str(error)) from error
 
 
+@main.command()
+@click.argument("factory", metavar="FILE.py:FUNCTION")
+@_size("world-size", 8, "Ranks to plan for; none of them is started.")
+@click.option("--machine", default="calibrated", metavar="NAME", help="'calibrated' (this one), a device such as H100, or a JSON file.")
+@click.option("--efficiency", type=float, default=1.0, help="Share of a device's published rates that is reached.")
+@click.option("--tf32", is_flag=True, help="A device's float32 products run in TF32.")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd", "none"]), default="adamw", help="Counted as bytes moved.")
+@click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"mp_policy": "bfloat16"}'.""")
+@click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline here.")
+def predict(
+    factory: str,
+    world_size: int,
+    machine: str,
+    efficiency: float,
+    tf32: bool,
+    optimizer: str,
+    options: str | None,
+    meta: bool,
+    json_file: Path | None,
+) -> None:
+    """Predict a step: how long it takes, which communication is exposed and why, and the peak of gathered weights.
+
+    FUNCTION takes no arguments and returns (model, inputs), inputs being a tuple. Nothing is launched.
+    """
+    from . import explain_command, predict_command
+
+    try:
+        predict_command.run(factory, world_size, options, meta, machine, efficiency, tf32, optimizer, json_file)
+    except explain_command.CommandError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@_size("nproc", 2, "Ranks to start on this machine.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="gloo on cpu, nccl on cuda.")
+@click.option("--threads", type=int, default=None, help="Threads of each rank.  [default: cores / nproc]")
+@_size("repeats", 5, "Measurements of each size; the median counts.")
+@click.option("--largest", type=click.IntRange(min=1 << 12), default=16 << 20, help="Bytes of the largest collective.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the machine here, too.")
+def calibrate(nproc: int, device: str, threads: int | None, repeats: int, largest: int, json_file: Path | None) -> None:
+    """Measure this machine for `predict`: collectives of about twenty sizes, matmuls, memory.
+
+    The result is kept in ~/.cache/fsdp_compile (FSDP_COMPILE_CACHE names another folder).
+    """
+    import torch
+    from rich.console import Console
+
+    from . import bench as measuring
+    from . import calibrate as calibrating
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    per_rank = threads if threads is not None else max(1, (os.cpu_count() or 1) // nproc)
+    try:
+        config = calibrating.CalibrateConfig(nproc, device, per_rank, repeats, largest)
+        machine = calibrating.run(config)
+    except (ValueError, measuring.BenchError) as error:
+        raise click.ClickException(str(error)) from error
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    calibrating.show(machine, console)
+    console.print(f"kept in {calibrating.save(machine, config)}", soft_wrap=True)
+    if json_file:
+        json_file.write_text(machine.to_json() + "\n")
+
+
 if __name__ == "__main__":
     main()

@@ -29,6 +29,7 @@ from fsdp_compile import compat
 from fsdp_compile.api import add_casts, module_classes, owners_of, policy_of, specs_for
 from fsdp_compile.frame import Frame
 from fsdp_compile.options import Options, parse
+from fsdp_compile.passes.cost import Work, work_of
 from fsdp_compile.passes.graph_ops import UNSHARD
 from fsdp_compile.passes.markers import is_marker
 from fsdp_compile.passes.pipeline import op_counts
@@ -84,7 +85,7 @@ def explain(
     frames = [f for f in capture.frames if f.calls]
     if not frames:
         raise RuntimeError("Dynamo compiled no graph: torch.compile is disabled here, or the model holds no operation on tensors")
-    return _report(type(model).__name__, subject, frames)
+    return _report(type(model).__name__, subject, frames, opts.limit_all_gathers)
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class _Capture:
                 )
                 for c in done.collectives
             )
-            out.graphs.append(GraphReport(frame.index, done.direction, ends.first, ends.last, rows, done.peak_gathered_bytes))
+            graph = GraphReport(frame.index, done.direction, ends.first, ends.last, rows, done.peak_gathered_bytes, ends.work)
+            out.graphs.append(graph)
         self.frames.append(out)
 
         def runner(*args: Any) -> Any:
@@ -188,11 +190,12 @@ class _Capture:
 
 @dataclass(frozen=True)
 class _Ends:
-    """Of one verified graph: positions of its first operation and its output, and bucket → position of its last free."""
+    """Of one verified graph: positions of its first operation and its output, bucket → position of its last free, and its cost."""
 
     first: int
     last: int
     frees: dict[str, int]
+    work: Work
 
 
 class _Keeper:
@@ -209,7 +212,8 @@ class _Keeper:
         if stage == "verify":
             inputs = sum(1 for _ in itertools.takewhile(lambda n: n.op in ("placeholder", "get_attr"), graph.nodes))
             at = {n: i for i, n in enumerate(graph.nodes)}
-            self.ends.append(_Ends(inputs, len(at) - 1, {r.bucket: at[n] for n, r in nodes_of(graph, "free")}))
+            frees = {r.bucket: at[n] for n, r in nodes_of(graph, "free")}
+            self.ends.append(_Ends(inputs, len(at) - 1, frees, work_of(graph, direction)))
         self.since = time.perf_counter()
 
 
@@ -293,7 +297,7 @@ def _untouched(model: nn.Module, meta: bool) -> Iterator[None]:
                 m.__dict__[k].update(v)
 
 
-def _report(name: str, subject: _Subject, frames: list[_Explained]) -> Report:
+def _report(name: str, subject: _Subject, frames: list[_Explained], limit_gathers: int | None) -> Report:
     stages: list[Stage] = []
     graphs: list[GraphReport] = []
     for i, f in enumerate(frames):  # frames that never ran have been dropped: number the others anew
@@ -308,4 +312,5 @@ def _report(name: str, subject: _Subject, frames: list[_Explained]) -> Report:
         stages=tuple(stages),
         graphs=tuple(graphs),
         calls=tuple(f.calls for f in frames),
+        limit_gathers=limit_gathers,
     )

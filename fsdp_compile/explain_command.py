@@ -32,13 +32,7 @@ def run(
     json_file: Path | None,
 ) -> None:
     """Build the model, explain it, print and write what was asked for. Raises `CommandError`."""
-    known = parse_options(options)
-    model, inputs = _build(factory, meta)
-    with torch.no_grad() if inference else contextlib.nullcontext():
-        try:
-            report = explain(model, *inputs, world_size=world_size, **known)
-        except (TypeError, ValueError) as error:
-            raise CommandError(str(error)) from error
+    report = explained(factory, world_size, options, meta, inference)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -52,6 +46,17 @@ def run(
         print(f"{len(report.save(save))} files in {save}")
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+
+
+def explained(factory: str, world_size: int, options: str | None, meta: bool, inference: bool = False) -> Report:
+    """The report of the model that ``FILE.py:FUNCTION`` makes. Raises `CommandError`."""
+    known = parse_options(options)
+    model, inputs = _build(factory, meta)
+    with torch.no_grad() if inference else contextlib.nullcontext():
+        try:
+            return explain(model, *inputs, world_size=world_size, **known)
+        except (TypeError, ValueError) as error:
+            raise CommandError(str(error)) from error
 
 
 def parse_options(text: str | None) -> dict[str, Any]:

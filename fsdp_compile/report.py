@@ -12,10 +12,14 @@ from typing import Any
 from rich.console import Console, Group
 
 from fsdp_compile import report_view
+from fsdp_compile.passes.cost import Work
+from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.pipeline import op_difference
+from fsdp_compile.passes.simulate import Timeline, simulate
 from fsdp_compile.text import unified_diff
 
 DIRECTIONS = ("joint", "forward", "backward")
+OPTIMIZER_PASSES = {"none": 0, "sgd": 3, "adamw": 7}  # reads and writes of tensors as large as a rank's shards (SGD: p, g; p)
 KINDS = ("all_gather", "reduce_scatter", "all_to_all")  # the last is a reduction, too: its sum runs as compute
 
 
@@ -67,7 +71,7 @@ class BucketRow:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One scheduled graph. ``first``, ``last``: positions of its first operation and of its output."""
+    """One scheduled graph. ``first``, ``last``: positions of its first operation and of its output. ``work``: its cost."""
 
     frame: int
     direction: str
@@ -75,6 +79,7 @@ class GraphReport:
     last: int
     buckets: tuple[BucketRow, ...]
     peak_gathered_bytes: int
+    work: Work
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
@@ -84,7 +89,7 @@ class GraphReport:
 @dataclass(frozen=True)
 class Report:
     """The whole model. ``calls[i]``: how often frame ``i`` ran in one forward. Bytes: ``parameter_bytes`` of all sharded
-    parameters, ``shard_bytes`` of one rank's share with its padding."""
+    parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``: the option limit_all_gathers."""
 
     model: str
     world_size: int
@@ -94,6 +99,7 @@ class Report:
     stages: tuple[Stage, ...]
     graphs: tuple[GraphReport, ...]
     calls: tuple[int, ...]
+    limit_gathers: int | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -124,6 +130,17 @@ class Report:
     def peak_gathered_bytes(self) -> int:
         """Most bytes of gathered parameters alive at once, over all graphs."""
         return max((g.peak_gathered_bytes for g in self.graphs), default=0)
+
+    def simulate(self, machine: Machine, optimizer: str = "adamw") -> Timeline:
+        """Predict one step on ``machine`` (`fsdp_compile.devices.device`, `fsdp_compile.calibrate.load_machine`): every frame's forward, as
+        often as it is called, then their backwards the other way round, then the optimizer ("adamw", "sgd" with momentum excluded, or
+        "none"). Graph breaks, the loss and what stands outside compiled frames count nothing. Raises ValueError for another optimizer."""
+        if optimizer not in OPTIMIZER_PASSES:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_PASSES)}, got {optimizer!r}")
+        forward = [g.work for g in self.graphs if g.direction == "forward" for _ in range(self.calls[g.frame])]
+        backward = [g.work for g in self.graphs if g.direction == "backward" for _ in range(self.calls[g.frame])]
+        moved = OPTIMIZER_PASSES[optimizer] * self.shard_bytes if backward else 0
+        return simulate([*forward, *reversed(backward)], machine, moved, self.limit_gathers)
 
     @property
     def pass_seconds(self) -> dict[str, float]:
