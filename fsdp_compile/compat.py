@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -407,5 +408,20 @@ def size_hint(n: Any) -> int:
 
 
 def size_expr(n: Any) -> Any:
-    """A size as a number or a sympy expression over the symbols of its graph."""
-    return n if isinstance(n, int) else n.node.expr
+    """A size as a number or a sympy expression over the symbols of its graph, which are named after the inputs that they are sizes
+    of (``a0_dim1``: dimension 1 of the first argument) where Dynamo knows them."""
+    if isinstance(n, int):
+        return n
+    expr, sources = n.node.expr, getattr(n.node.shape_env, "var_to_sources", {})
+    named = {}
+    for s in getattr(expr, "free_symbols", ()):
+        name = str(getattr(next(iter(sources.get(s, ())), None), "name", ""))
+        if m := re.fullmatch(r"L\['(\w)'\]\[(\d+|'\w+')\]\.size\(\)\[(\d+)\]", name):
+            prefix = f"{m[1]}{m[2]}" if m[2].isdigit() else m[2].strip("'")
+            named[s] = type(s)(f"{prefix}_dim{m[3]}", positive=True, integer=True)
+    return expr.xreplace(named) if named else expr
+
+
+def copy_marks(src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Give ``dst`` what ``torch._dynamo.mark_dynamic`` wrote on ``src``."""
+    dst.__dict__.update({k: v for k, v in src.__dict__.items() if k.startswith(("_dynamo_", "_has_dynamo_"))})

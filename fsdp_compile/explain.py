@@ -267,6 +267,7 @@ def _zeros_for(shard: Tensor, text: str) -> Tensor:
 def _copies(tree: Any, meta: bool) -> Any:
     def one(t: Tensor) -> Tensor:
         new = t.detach().to("meta") if meta else t.detach().clone()
+        compat.copy_marks(t, new)
         return new.requires_grad_(t.requires_grad)
 
     return pytree.tree_map_only(Tensor, one, tree)

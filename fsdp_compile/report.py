@@ -16,6 +16,7 @@ from fsdp_compile.passes.cost import Work
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.pipeline import op_difference
 from fsdp_compile.passes.simulate import Timeline, simulate
+from fsdp_compile.passes.totals import Cost, total
 from fsdp_compile.text import unified_diff
 
 DIRECTIONS = ("joint", "forward", "backward")
@@ -130,6 +131,13 @@ class Report:
     def peak_gathered_bytes(self) -> int:
         """Most bytes of gathered parameters alive at once, over all graphs."""
         return max((g.peak_gathered_bytes for g in self.graphs), default=0)
+
+    @property
+    def cost(self) -> Cost:
+        """FLOPs, bytes moved and bytes sent of one rank's step, as formulas: ``report.cost.subs(world=64)``. For formulas over a batch or
+        a sequence length, too, mark those sizes before `explain`: ``torch._dynamo.mark_dynamic(x, 0)``; ``report.cost.symbols``
+        has their names."""
+        return total(g.work for g in self.graphs for _ in range(self.calls[g.frame]))
 
     def simulate(self, machine: Machine, optimizer: str = "adamw") -> Timeline:
         """Predict one step on ``machine`` (`fsdp_compile.devices.device`, `fsdp_compile.calibrate.load_machine`): every frame's forward, as
