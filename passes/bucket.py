@@ -11,6 +11,7 @@ The order is the graph's own (execution order), so a bucket's parameters are use
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,10 +48,14 @@ class BucketPlan:
 
 
 def automatic_bytes(graph: fx.Graph, kind: str) -> int:
-    """A sixteenth of what the graph's collectives of one kind ("gather" or "reduce") move, between 1 and 25 MiB.
+    """`automatic_size` of what the graph's collectives of one kind ("gather" or "reduce") move."""
+    return automatic_size(sum(role.nbytes for _, role in nodes_of(graph, kind)))
+
+
+def automatic_size(total: int) -> int:
+    """A sixteenth of ``total`` bytes, between 1 and 25 MiB.
 
     Large models: 25 MiB, where bandwidth is saturated. Small ones: still many buckets, to overlap at all."""
-    total = sum(role.nbytes for _, role in nodes_of(graph, kind))
     return min(max(total // 16, 1 << 20), 25 << 20)
 
 
@@ -101,34 +106,58 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
 
     With the automatic size the first gathers and the last reductions are small and grow by doubling: they hide behind nothing, so
     that compute should not wait for more than it needs, nor the step end with a large reduction."""
-    automatic = plan.bucket_bytes is None
     cap = automatic_bytes(graph, kind) if plan.bucket_bytes is None else plan.bucket_bytes
-    order = _in_use_order(graph, kind)
-    backwards = automatic and kind == "reduce"  # the ramp starts at the end of the step
-    if backwards:
-        order.reverse()
-    groups: list[list[_Member]] = []
-    last_key, size, riders = None, 0, 0
-    for launch, role in order:
+    members: list[_Member] = []
+    items: list[Item] = []
+    for launch, role in _in_use_order(graph, kind):
         (wait,) = (u for u in launch.users if role_of(u))
         label = plan.label_of.get(role.params[0])
         # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
         key: tuple[Any, ...] = (launch.args[1:], sources(launch)[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
-        limit = max(cap >> max(0, _RAMP - len(groups)), min(cap, 1 << 20)) if automatic else cap
+        members.append(_Member(launch, wait, role))
+        items.append(Item(key, role.nbytes, label is not None, not _only_leaves(wait, kind)))
+    limit = plan.limit if kind == "gather" else None
+    groups = fill(items, cap, plan.bucket_bytes is None, limit, from_end=kind == "reduce")
+    return [[members[i] for i in g] for g in groups]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One collective to be bucketed: only neighbours of equal ``key`` share a bucket; ``labelled``: whatever its size; ``alone``: never."""
+
+    key: Any
+    nbytes: int
+    labelled: bool = False
+    alone: bool = False
+
+
+def fill(items: Sequence[Item], cap: int, automatic: bool, limit: int | None, from_end: bool) -> list[list[int]]:
+    """Buckets, as indices of ``items``, in their order: at most ``cap`` bytes each, and never more than ``limit``.
+
+    ``automatic``: the first buckets are small and grow by doubling; with ``from_end`` it is the last ones."""
+    order = list(range(len(items)))
+    backwards = automatic and from_end  # the ramp starts at the end of the step
+    if backwards:
+        order.reverse()
+    groups: list[list[int]] = []
+    last_key, size, riders = None, 0, 0
+    for i in order:
+        item = items[i]
+        most = max(cap >> max(0, _RAMP - len(groups)), min(cap, 1 << 20)) if automatic else cap
         # Small ones (biases, norms) ride along even with a full bucket, up to a quarter of it: alone they would cost a collective each.
-        within = size + role.nbytes <= limit
-        rides = role.nbytes * 16 <= cap and riders + role.nbytes <= cap // 4
-        fits = label is not None or within or rides
-        if plan.limit is not None and kind == "gather":
-            fits = fits and size + role.nbytes <= plan.limit
-        if key == last_key and fits and _only_leaves(wait, kind):
-            groups[-1].append(_Member(launch, wait, role))
-            size += role.nbytes
-            riders += 0 if within else role.nbytes
+        within = size + item.nbytes <= most
+        rides = item.nbytes * 16 <= cap and riders + item.nbytes <= cap // 4
+        fits = item.labelled or within or rides
+        if limit is not None:
+            fits = fits and size + item.nbytes <= limit
+        if item.key == last_key and fits and not item.alone:
+            groups[-1].append(i)
+            size += item.nbytes
+            riders += 0 if within else item.nbytes
         else:
-            groups.append([_Member(launch, wait, role)])
-            size, riders = role.nbytes, 0
-        last_key = key if _only_leaves(wait, kind) else None
+            groups.append([i])
+            size, riders = item.nbytes, 0
+        last_key = None if item.alone else item.key
     return [g[::-1] for g in reversed(groups)] if backwards else groups
 
 

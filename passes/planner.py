@@ -1,0 +1,78 @@
+"""Choose a plan by simulating many: bucket size, prefetch, and the limit on gathered bytes that the memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .cost import Work
+from .machine import Machine
+from .replan import base_of, replan
+from .simulate import simulate
+
+# build(bucket_bytes, prefetch, limit_gathers) → the step's works, forward first; ValueError if the limit cannot be kept.
+Build = Callable[[int | None, int, int | None], Sequence[Work]]
+
+BUCKETS: tuple[int | None, ...] = (None, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 25 << 20, 50 << 20, 100 << 20, 200 << 20)
+PREFETCH = (0, 1, 2, 3)
+WORTH = 0.005  # a plan that is slower by less than this share of the step, but needs less memory, is preferred
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan and what it is predicted to do. ``seconds``: of a step without its optimizer."""
+
+    bucket_bytes: int | None
+    prefetch: int
+    limit_all_gathers: int | None
+    seconds: float
+    exposed_seconds: float
+    peak_gathered_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0 or self.seconds < 0 or self.peak_gathered_bytes < 0:
+            raise ValueError(f"a choice cannot be negative: {self}")
+
+
+def replanner(works: Iterable[Work], mode: str = "coalesced", exchange: bool = False) -> Build:
+    """A fast ``build`` from works made with the plan `replan.BASE`."""
+    bases = [base_of(w) for w in works]
+
+    def build(bucket_bytes: int | None, prefetch: int, limit: int | None) -> list[Work]:
+        return [replan(b, bucket_bytes, prefetch, limit, mode, exchange) for b in bases]
+
+    return build
+
+
+def choose(
+    build: Build,
+    machine: Machine,
+    memory_budget: int | None = None,
+    buckets: Sequence[int | None] = BUCKETS,
+    prefetches: Sequence[int] = PREFETCH,
+) -> dict[str, Any]:
+    """The fastest plan whose gathered weights never take more than ``memory_budget`` bytes (None: any number), as a dict of
+    `Choice`'s fields; those named like options can be given to the backend.
+
+    Among plans within half a percent of the fastest, the one with the smallest peak; then the first of ``buckets`` and ``prefetches``:
+    equal input gives an equal choice on every rank. Raises ValueError if no plan fits the budget."""
+    if memory_budget is not None and memory_budget <= 0:
+        raise ValueError(f"memory_budget must be positive, got {memory_budget}")
+    found: list[Choice] = []
+    refused = ""
+    for bucket_bytes in buckets:
+        for prefetch in prefetches:
+            try:
+                works = build(bucket_bytes, prefetch, memory_budget)
+            except ValueError as error:
+                refused = str(error)
+                continue
+            t = simulate(works, machine, limit_gathers=memory_budget)
+            if memory_budget is None or t.peak_gathered_bytes <= memory_budget:
+                found.append(Choice(bucket_bytes, prefetch, memory_budget, t.step, t.exposed_seconds, t.peak_gathered_bytes))
+    if not found:
+        raise ValueError(f"no plan keeps gathered weights within {memory_budget} bytes. {refused}".rstrip())
+    fastest = min(c.seconds for c in found)
+    good = [c for c in found if c.seconds <= fastest * (1 + WORTH)]
+    return asdict(min(good, key=lambda c: c.peak_gathered_bytes))

@@ -1,0 +1,117 @@
+"""planner and replan: replanned events against the passes themselves; what is chosen, under which budget, and how fast."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fsdp_compile.passes.bucket import BucketPlan
+from fsdp_compile.passes.cost import Launch, Work, work_of
+from fsdp_compile.passes.machine import Link, Machine, Rates
+from fsdp_compile.passes.pipeline import Plan
+from fsdp_compile.passes.planner import choose, replanner
+from fsdp_compile.passes.replan import BASE, base_of, replan
+from fsdp_compile.passes.schedule import SchedulePlan
+from fsdp_compile.passes.simulate import simulate
+from graphs import Captured, capture, chain, scheduled, synthetic
+from torch import fx, nn
+
+BYTES = 288
+FAST = Machine("fast net", Rates({"float64": 144.0}, 1e9), {"any": Link(0.0, 1e6)})
+SLOW = Machine("slow net", Rates({"float64": 144.0}, 1e9), {"any": Link(1.0, 144.0)})
+
+
+@functools.cache
+def captured() -> Captured:
+    return capture(chain(6, width=6, per_layer=2))
+
+
+def work(direction: str, plan: Plan) -> Work:
+    gm = getattr(captured(), direction)()
+    scheduled(gm, direction, plan)
+    return work_of(gm.graph, direction)
+
+
+def plan(bucket_bytes: int | None, prefetch: int, limit: int | None, exchange: bool) -> Plan:
+    buckets = BucketPlan(bucket_bytes, {}, "coalesced", limit, "packed" if exchange else None)
+    return Plan(buckets, SchedulePlan(prefetch, limit, None), exchange)
+
+
+def signature(w: Work) -> list[Any]:
+    """What is comparable: coalesced waits of one bucket in a row are one, kernels of ours are not compared (copies of packing)."""
+    out: list[Any] = []
+    for e in w.events:
+        if getattr(e, "ours", False):
+            continue
+        line = replace(e, bucket="") if isinstance(e, Launch) else (type(e).__name__, getattr(e, "name", ""), getattr(e, "nbytes", 0))
+        if line != ("Wait", "", 0) or not out or out[-1] != line:
+            out.append(line)
+    return out
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("bucket_bytes", [None, 0, 2 * BYTES, 5 * BYTES])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("limit", [None, 6 * BYTES])
+def test_replanned_is_what_the_passes_do(direction: str, bucket_bytes: int | None, prefetch: int, limit: int | None) -> None:
+    base = base_of(work(direction, BASE))
+    got = replan(base, bucket_bytes, prefetch, limit)
+    want = work(direction, plan(bucket_bytes, prefetch, limit, False))
+    assert signature(got) == signature(want)
+    assert simulate([got], SLOW).step == pytest.approx(simulate([want], SLOW).step)
+    assert simulate([got], SLOW).peak_gathered_bytes == simulate([want], SLOW).peak_gathered_bytes
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 3 * BYTES])
+def test_replanned_exchanges(bucket_bytes: int) -> None:
+    base = base_of(work("backward", replace(BASE, reduce_by_exchange=True)))
+    got = replan(base, bucket_bytes, 1, exchange=True)
+    assert signature(got) == signature(work("backward", plan(bucket_bytes, 1, None, True)))
+
+
+def both() -> list[Work]:
+    return [work("forward", BASE), work("backward", BASE)]
+
+
+def test_a_fast_network_takes_the_least_memory() -> None:
+    got = choose(replanner(both()), FAST, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
+    assert (got["bucket_bytes"], got["peak_gathered_bytes"]) == (BYTES, BYTES)
+
+
+def test_latency_makes_larger_buckets_and_prefetch_worth_it() -> None:
+    got = choose(replanner(both()), SLOW, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
+    assert got["bucket_bytes"] > BYTES
+    assert got["prefetch"] >= 1
+
+
+def test_the_budget_is_kept_and_costs_time() -> None:
+    free = choose(replanner(both()), SLOW, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
+    tight = choose(replanner(both()), SLOW, 2 * BYTES, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
+    assert tight["peak_gathered_bytes"] <= 2 * BYTES == tight["limit_all_gathers"] < free["peak_gathered_bytes"]
+    assert tight["seconds"] > free["seconds"]
+    with pytest.raises(ValueError, match=f"within {BYTES - 1} bytes"):
+        choose(replanner(both()), SLOW, BYTES - 1)
+    with pytest.raises(ValueError, match="must be positive"):
+        choose(replanner(both()), SLOW, 0)
+
+
+def test_nothing_better_among_all_candidates_and_always_the_same() -> None:
+    build = replanner(both())
+    buckets, prefetches = (None, 0, BYTES, 3 * BYTES, 6 * BYTES), (0, 1, 2)
+    got = choose(build, SLOW, buckets=buckets, prefetches=prefetches)
+    assert got == choose(replanner(both()), SLOW, buckets=buckets, prefetches=prefetches)
+    every = [simulate(build(b, p, None), SLOW).step for b in buckets for p in prefetches]
+    assert min(every) <= got["seconds"] <= min(every) * 1.005
+
+
+def test_a_large_model_in_time() -> None:
+    graph = synthetic(126, 9)
+    scheduled(fx.GraphModule(nn.Module(), graph), "backward", BASE)
+    base = work_of(graph, "backward")
+    began = time.process_time()
+    got = choose(replanner([base]), SLOW, buckets=(None, *(1 << i for i in range(7, 16))))
+    assert time.process_time() - began < 5
+    assert got["prefetch"] >= 1
