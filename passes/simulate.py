@@ -11,6 +11,8 @@ compute runs at (1 - interference) of its speed.
 
 from __future__ import annotations
 
+import bisect
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -123,7 +125,7 @@ class _Lanes:
     alive: int = 0
     before_free: int = 0  # bytes alive before the frees since the last kernel
     free_at: dict[str, float] = field(default_factory=dict)
-    on_wire: list[tuple[float, float]] = field(default_factory=list)  # by start; lanes may overlap
+    on_wire: deque[tuple[float, float]] = field(default_factory=deque)  # (start, end) of what is or will be sent, by start
     spans: list[Span] = field(default_factory=list)
     exposed: list[Exposed] = field(default_factory=list)
     gathered: list[tuple[float, int]] = field(default_factory=list)
@@ -140,9 +142,11 @@ class _Lanes:
         """When ``work`` seconds of undisturbed compute that start now are done."""
         slow = 1.0 - self.machine.interference
         t = self.now
-        if slow == 1.0:
+        if slow == 1.0 or not work:
             return t + work
-        for start, end in [w for w in self.on_wire if w[1] > t]:
+        while self.on_wire and self.on_wire[0][1] <= t:
+            self.on_wire.popleft()
+        for start, end in self.on_wire:
             if start > t:
                 if work <= start - t:
                     return t + work
@@ -160,7 +164,7 @@ class _Lanes:
         start = max(self.now, self.free_at.get(lane, 0.0))
         end = start + self.machine.collective_seconds(e.kind, e.lowering, e.dtype, e.nbytes, e.world)
         self.free_at[lane] = end
-        self.on_wire.append((start, end))
+        bisect.insort(self.on_wire, (start, end))
         self.spans.append(Span(lane, e.bucket, e.kind, start, end, graph))
         limited = False
         if e.kind == "all_gather":

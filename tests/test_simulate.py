@@ -111,6 +111,14 @@ def test_interference_slows_compute_while_something_is_sent() -> None:
     assert exposed(t) == [("a", 2, "head")]
 
 
+def test_interference_of_two_lanes_and_of_everything() -> None:
+    half, whole = replace(MACHINE, interference=0.5), replace(MACHINE, interference=1.0)
+    t = run(ag("a", 3), ag("b", 3), ag("c", 2, group="h"), k(4), Wait("a"), Wait("b"), Wait("c"), machine=half)
+    assert t.forward == 7  # six seconds with something on the wire, whichever lane, then one alone
+    t = run(ag("a", 3), k(0), k(1), Wait("a"), machine=whole)
+    assert t.forward == 4
+
+
 def test_nothing_to_do() -> None:
     t = simulate([], MACHINE)
     assert (t.step, t.peak_gathered_bytes, t.peak_at, t.exposed) == (0, 0, 0, ())
