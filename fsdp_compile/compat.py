@@ -403,8 +403,10 @@ def flop_formula(target: Any) -> Callable[..., Any] | None:
 
 
 def size_hint(n: Any) -> int:
-    """The number behind a size: itself, or the example value of a SymInt."""
-    return int(n) if isinstance(n, int) else int(n.node.hint)
+    """The number behind a size: itself, or the example value of a SymInt (8192, as Inductor assumes, where only the data would tell)."""
+    if isinstance(n, int):
+        return int(n)
+    return int(n.node.hint) if n.node.has_hint() else 8192
 
 
 def size_expr(n: Any) -> Any:

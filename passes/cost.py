@@ -15,6 +15,7 @@ A kernel stands where its last member stands: all that it reads, a gathered weig
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from fsdp_compile import compat
 
 from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources
 from .roles import role_of
+
+log = logging.getLogger("fsdp_compile.passes")
 
 _LAUNCHES = ("gather", "reduce")
 _WAITS = ("wait_gather", "wait_reduce")
@@ -115,7 +118,7 @@ class Work:
 
 
 def work_of(graph: fx.Graph, direction: str) -> Work:
-    """Read a scheduled graph, before or after `lower`. Raises ValueError if a node has no fake value (``node.meta["val"]``)."""
+    """Read a scheduled graph, before or after `lower`. Nodes without a fake value (``node.meta["val"]``) cost nothing."""
     at = positions(graph)
     events: list[tuple[int, int, Event]] = [(at[k[-1]], 1, _kernel(k)) for k in _kernels(graph, at)]
     for n in graph.nodes:
@@ -286,8 +289,12 @@ def _flops(node: fx.Node) -> Any:
     formula = compat.flop_formula(node.target)
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return formula(*args, **kwargs, out_val=node.meta["val"])
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    try:
+        return formula(*args, **kwargs, out_val=node.meta["val"])
+    except Exception as error:  # torch's formulas assume ordinary shapes; a cost must never be why a model cannot be explained
+        log.debug("no FLOPs for %s: %s", node.format_node(), error)
+        return 0
 
 
 def _operand_dtype(node: fx.Node) -> str:

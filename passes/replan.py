@@ -69,7 +69,8 @@ def base_of(work: Work) -> Base:
             found[e.bucket]["frees"].append((len(kernels) - 1, e))
     if ours:
         (found[last_wait]["after"] if last_wait else kernels).extend(ours)
-    gathers, reduces = [], []
+    gathers: list[_Part] = []
+    reduces: list[_Part] = []
     for name, (launch, place) in launches.items():
         f = found[name]
         gather = launch.kind == "all_gather"
