@@ -14,7 +14,7 @@ LEGEND = "= compute   o optimizer   > all_gather   < reduction   0-9 gathered by
 def draw(timeline: Timeline, width: int = WIDTH) -> str:
     """The whole text, ``width`` columns for each lane::
 
-        step 12.40 ms on H100: forward 4.10, backward 8.10, optimizer 0.20 ms
+        step 12.40 ms on H100: forward 4.10 ms, backward 8.10 ms, optimizer 200.0 us
           compute       11.10 ms busy, 90% of the step
           …
         compute   |    ====  ========|
@@ -27,21 +27,21 @@ def draw(timeline: Timeline, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def milliseconds(seconds: float) -> str:
-    """``0.0123`` → ``"12.30 ms"``."""
-    return f"{1e3 * seconds:,.2f} ms"
+def duration(seconds: float) -> str:
+    """``0.0123`` → ``"12.30 ms"``, ``2e-5`` → ``"20.0 us"``."""
+    return f"{1e6 * seconds:.1f} us" if 0 < seconds < 1e-3 else f"{1e3 * seconds:,.2f} ms"
 
 
 def _summary(t: Timeline) -> list[str]:
     step = t.step or 1.0
-    parts = ", ".join(f"{name} {1e3 * getattr(t, name):,.2f}" for name in ("forward", "backward", "optimizer"))
+    parts = ", ".join(f"{name} {duration(getattr(t, name))}" for name in ("forward", "backward", "optimizer"))
     rows = {
-        "compute": f"{milliseconds(t.compute_busy)} busy, {t.compute_busy / step:.0%} of the step",
-        "communication": f"{milliseconds(t.comm_busy)} busy, {milliseconds(t.exposed_seconds)} of it exposed "
+        "compute": f"{duration(t.compute_busy)} busy, {t.compute_busy / step:.0%} of the step",
+        "communication": f"{duration(t.comm_busy)} busy, {duration(t.exposed_seconds)} of it exposed "
         f"({t.exposed_seconds / step:.0%} of the step)",
-        "peak gathered": f"{human_bytes(t.peak_gathered_bytes)}, at {milliseconds(t.peak_at)}",
+        "peak gathered": f"{human_bytes(t.peak_gathered_bytes)}, at {duration(t.peak_at)}",
     }
-    return [f"step {milliseconds(t.step)} on {t.machine}: {parts} ms", *(f"  {k:<14} {v}" for k, v in rows.items())]
+    return [f"step {duration(t.step)} on {t.machine}: {parts}", *(f"  {k:<14} {v}" for k, v in rows.items())]
 
 
 def _exposed(t: Timeline) -> list[str]:
@@ -50,11 +50,11 @@ def _exposed(t: Timeline) -> list[str]:
     worst = sorted(t.exposed, key=lambda e: -e.seconds)
     lines = ["exposed, the longest first"]
     for e in worst[:MOST_ROWS]:
-        lines.append(f"  {milliseconds(e.seconds):>12}  {e.direction:<8}  {e.bucket:<6} {e.kind:<14} {e.why}")
+        lines.append(f"  {duration(e.seconds):>12}  {e.direction:<8}  {e.bucket:<6} {e.kind:<14} {e.why}")
     if len(worst) > MOST_ROWS:
         rest = sum(e.seconds for e in worst[MOST_ROWS:])
-        lines.append(f"  {milliseconds(rest):>12}  {len(worst) - MOST_ROWS} more")
-    lines += [f"    {why}: {milliseconds(s)}, {WHY[why]}" for why, s in t.exposed_by_reason.items()]
+        lines.append(f"  {duration(rest):>12}  {len(worst) - MOST_ROWS} more")
+    lines += [f"    {why}: {duration(s)}, {WHY[why]}" for why, s in t.exposed_by_reason.items()]
     return [*lines, ""]
 
 
@@ -64,7 +64,7 @@ def _lanes(t: Timeline, width: int) -> list[str]:
     lines = [f"{name:<{label}} |{_bar([s for s in t.spans if s.lane == name], t.step, width)}|" for name in names]
     if t.peak_gathered_bytes:
         lines.append(f"{'gathered':<{label}} |{_levels(t, width)}|")
-    return [*lines, f"{'':<{label}}  0{milliseconds(t.step):>{width - 1}}"]
+    return [*lines, f"{'':<{label}}  0{duration(t.step):>{width - 1}}"]
 
 
 def _bar(spans: list[Span], step: float, width: int) -> str:

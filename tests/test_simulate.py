@@ -149,7 +149,7 @@ def test_what_is_refused() -> None:
 def test_the_drawing() -> None:
     t = run(ag("a", 2), ag("b", 2), Wait("a"), k(5), Free("a", 4), ag("c", 2), Wait("b"), k(5), Wait("c"), k(3), optimizer_bytes=1)
     text = draw(t, width=16)
-    assert text.splitlines()[0] == "step 16,000.00 ms on toy: forward 15,000.00, backward 0.00, optimizer 1,000.00 ms"
+    assert text.splitlines()[0] == "step 16,000.00 ms on toy: forward 15,000.00 ms, backward 0.00 ms, optimizer 1,000.00 ms"
     lanes = {line.split("|")[0].strip(): line.split("|")[1] for line in text.splitlines() if "|" in line}
     assert lanes["compute"] == "  =============o"
     assert lanes["comm g"] == ">>>>   >>       "
