@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from fsdp_compile.passes.machine import Link, Machine, Rates, wire_bytes
+from rich.console import Console
 
 from fsdp_compile import devices
-from fsdp_compile.calibrate import CalibrateConfig, Point, cache_file, fit, load_machine, machine_of, run, save
+from fsdp_compile.calibrate import CalibrateConfig, Point, cache_file, fit, load_machine, machine_of, run, save, show
 from fsdp_compile.cli import main
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -87,6 +89,20 @@ def test_the_cache_is_keyed_by_topology_and_torch(monkeypatch: pytest.MonkeyPatc
     assert here != cache_file("cpu", 2, "gloo")
     monkeypatch.delenv("FSDP_COMPILE_CACHE", raising=False)
     assert cache_file("cpu", 2, "gloo").parent == Path.home() / ".cache" / "fsdp_compile"
+
+
+def test_the_table_shows_the_fit_and_its_error() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(MACHINE, console)
+    text = console.export_text()
+    row = next(line for line in text.splitlines() if "all_gather packed" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["all_gather packed", "float32", "100", "1.000", "5%"]
+    assert "float32 1.0" in text and "25% of compute" in text
+
+
+def test_one_rank_has_nobody_to_measure_with() -> None:
+    result = CliRunner().invoke(main, ["calibrate", "--nproc", "1"])
+    assert result.exit_code == 1 and "at least 2 ranks" in result.output
 
 
 # --- Devices --------------------------------------------------------------------------------------------------------------

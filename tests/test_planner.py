@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.cost import Launch, Work, work_of
 from fsdp_compile.passes.machine import Link, Machine, Rates
@@ -18,6 +19,10 @@ from fsdp_compile.passes.schedule import SchedulePlan
 from fsdp_compile.passes.simulate import simulate
 from graphs import Captured, capture, chain, scheduled, synthetic
 from torch import fx, nn
+
+from fsdp_compile import Report, explain
+from fsdp_compile.bench_model import example_file, load_file
+from fsdp_compile.devices import device
 
 BYTES = 288
 FAST = Machine("fast net", Rates({"float64": 144.0}, 1e9), {"any": Link(0.0, 1e6)})
@@ -70,6 +75,23 @@ def test_replanned_exchanges(bucket_bytes: int) -> None:
     base = base_of(work("backward", replace(BASE, reduce_by_exchange=True)))
     got = replan(base, bucket_bytes, 1, exchange=True)
     assert signature(got) == signature(work("backward", plan(bucket_bytes, 1, None, True)))
+
+
+@pytest.mark.parametrize("prefetch, bucket_bytes, limit", [(2, None, None), (1, 1 << 21, None), (3, 1 << 20, 2 << 20)])
+def test_replanned_decoder(prefetch: int, bucket_bytes: int | None, limit: int | None) -> None:
+    base = decoder(bucket_bytes=0, prefetch=0, limit_reduce_scatters=1 << 62)
+    real = decoder(bucket_bytes=bucket_bytes, prefetch=prefetch, limit_all_gathers=limit)
+    for machine in (device("A100"), Machine("cpu", Rates({"float32": 1e11}, 2e10, 3e-6), {"any": Link(5e-4, 5e8)})):
+        want = real.simulate(machine, "none")
+        got = simulate(replanner(g.work for g in base.graphs)(bucket_bytes, prefetch, limit), machine)
+        assert got.step == pytest.approx(want.step, rel=0.03)
+        assert want.peak_gathered_bytes <= got.peak_gathered_bytes <= 1.15 * want.peak_gathered_bytes
+
+
+@functools.cache
+def decoder(**options: Any) -> Report:
+    model, _ = load_file(example_file("decoder.py")).example()
+    return explain(model, torch.zeros(2, 64, dtype=torch.long), world_size=2, lowering="fx", **options)
 
 
 def both() -> list[Work]:
