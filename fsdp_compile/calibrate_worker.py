@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile.runtime.communicator import communicator
+from fsdp_compile.runtime.communicator import communicator, is_gloo
 
 from .calibrate import CalibrateConfig, Point, device_name
 
@@ -102,13 +102,18 @@ class Calibration:
         """Launches one collective of ``nbytes`` (all of it: a gather's output, a reduction's input); the result is to be waited for."""
         world, name = self.world, self.group.group_name
         numel = nbytes // dtype.itemsize
+        own = is_gloo(self.group)  # what option transport="auto" takes
         if kind == "all_gather":
             parts = self._tensors(numel // world, lowering, dtype)
+            if own:
+                return lambda: torch.ops.fsdp_compile.all_gather_coalesced(parts, world, name)
             if lowering == "coalesced":
                 return lambda: c10d.all_gather_into_tensor_coalesced(parts, world, name)
             return lambda: [c10d.all_gather_into_tensor(parts[0], world, name)]
         parts = self._tensors(numel, lowering, dtype)
         if kind == "all_to_all":
+            if own:
+                return lambda: [torch.ops.fsdp_compile.all_to_all(parts[0], world, name)]
             split = [numel // world] * world
             return lambda: [c10d.all_to_all_single(parts[0], split, split, name)]
         if lowering == "coalesced":

@@ -289,7 +289,7 @@ def single_threaded_gloo(name: str, like: Any, ranks: list[int]) -> Any:
         dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     backend = like._get_backend(torch.device("cpu"))
     theirs = getattr(backend, "wrapped_pg", backend).options  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._threads, options._devices, options._timeout = 1, theirs._devices, theirs._timeout
     return dist.new_group(
         ranks, timeout=theirs._timeout, backend=name, pg_options=options, use_local_synchronization=True, group_desc="fsdp_compile"

@@ -110,7 +110,7 @@ class Options:
         ``on_gloo``: gloo carries the collectives (decides options left at "auto")."""
         transport = ("own" if on_gloo else "native") if self.transport == "auto" else self.transport
         limit = self.bucket_bytes if self.min_num_params is None else 4 * self.min_num_params  # FSDP1 counted fp32 parameters
-        labels = {}
+        labels: dict[str, str] = {}
         unused = set(self.bucket_modules)
         for fqn, path in module_path.items():
             for where in reversed(path):

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compile import compat
 
+from .exchange import ALL_TO_ALLS
 from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources
 from .roles import role_of
 
@@ -34,8 +35,11 @@ log = logging.getLogger("fsdp_compile.passes")
 
 _LAUNCHES = ("gather", "reduce")
 _WAITS = ("wait_gather", "wait_reduce")
-_EXCHANGE = c10d.all_to_all_single.default
-_COALESCED = (c10d.all_gather_into_tensor_coalesced.default, c10d.reduce_scatter_tensor_coalesced.default)
+_COALESCED = (
+    c10d.all_gather_into_tensor_coalesced.default,
+    c10d.reduce_scatter_tensor_coalesced.default,
+    torch.ops.fsdp_compile.all_gather_coalesced.default,
+)
 # Read about as much of their first input as they write, not the whole of it.
 _PICK = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 _OURS = ("aten", "prims", "prim", "fsdp_compile")
@@ -136,8 +140,9 @@ def work_of(graph: fx.Graph, direction: str) -> Work:
 def _launch(node: fx.Node) -> Launch:
     role = role_of(node)
     assert role is not None
-    reduce = "all_to_all" if node.target is _EXCHANGE else "reduce_scatter"
-    world = len(node.args[1]) if node.target is _EXCHANGE else node.args[-2]  # type: ignore[arg-type]
+    reduce = "all_to_all" if node.target in ALL_TO_ALLS else "reduce_scatter"
+    world = node.args[-2]
+    world = len(world) if isinstance(world, (list, tuple)) else world
     return Launch(
         bucket=role.bucket,
         kind="all_gather" if role.kind == "gather" else reduce,

@@ -69,8 +69,8 @@ def follow(old: nn.Parameter, new: nn.Parameter) -> None:
     ref = weakref.ref(new)
 
     def hook(p: Tensor) -> None:
-        grad = Tensor.grad.__get__(p)  # type: ignore[attr-defined]  # not `p.grad`: a replaced parameter refuses that
-        Tensor.grad.__set__(p, None)  # type: ignore[attr-defined]
+        grad = Tensor.grad.__get__(p)  # type: ignore[union-attr]  # not `p.grad`: a replaced parameter refuses that
+        Tensor.grad.__set__(p, None)  # type: ignore[union-attr]
         owner = ref()
         if grad is not None and owner is not None and owner.requires_grad:
             local = owner._local_tensor  # type: ignore[attr-defined]
