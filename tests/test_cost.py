@@ -136,9 +136,10 @@ def test_the_events_of_a_forward(mode: str, lowered: bool) -> None:
     assert events == [launch, launch, wait, *layer, launch, wait, *layer, wait, *layer]
 
 
-def test_the_exchange_and_its_sum() -> None:
+@pytest.mark.parametrize("transport", ["all_to_all", "own"])
+def test_the_exchange_and_its_sum(transport: str) -> None:
     gm = capture(chain(2, width=SIDE)).backward()
-    scheduled(gm, "backward", plan_of(bucket_bytes=0, exchange=True))
+    scheduled(gm, "backward", plan_of(bucket_bytes=0, transport=transport))
     work = work_of(gm.graph, "backward")
     exchanges = [e for e in work.launches if e.kind == "all_to_all"]
     assert [(e.world, e.nbytes, e.lowering, e.group) for e in exchanges] == [(2, WEIGHT, "packed", "g")] * 2

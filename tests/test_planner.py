@@ -42,7 +42,7 @@ def work(direction: str, plan: Plan) -> Work:
 
 def plan(bucket_bytes: int | None, prefetch: int, limit: int | None, exchange: bool) -> Plan:
     buckets = BucketPlan(bucket_bytes, {}, "coalesced", limit, "packed" if exchange else None)
-    return Plan(buckets, SchedulePlan(prefetch, limit, None), exchange)
+    return Plan(buckets, SchedulePlan(prefetch, limit, None), "all_to_all" if exchange else "native")
 
 
 def signature(w: Work) -> list[Any]:
@@ -72,7 +72,7 @@ def test_replanned_is_what_the_passes_do(direction: str, bucket_bytes: int | Non
 
 @pytest.mark.parametrize("bucket_bytes", [0, 3 * BYTES])
 def test_replanned_exchanges(bucket_bytes: int) -> None:
-    base = base_of(work("backward", replace(BASE, reduce_by_exchange=True)))
+    base = base_of(work("backward", replace(BASE, transport="all_to_all")))
     got = replan(base, bucket_bytes, 1, exchange=True)
     assert signature(got) == signature(work("backward", plan(bucket_bytes, 1, None, True)))
 
