@@ -17,7 +17,7 @@ from fsdp_compile import compat
 compat.check_torch_version()
 
 from fsdp_compile.frame import Frame, specs_of  # noqa: E402
-from fsdp_compile.logs import backend_observer, configure  # noqa: E402
+from fsdp_compile.logs import backend_observer, configure, report_break  # noqa: E402
 from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
 from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
@@ -46,7 +46,10 @@ def fsdp(
     refuse_other_sharding(gm, opts, set(options or ()) if not isinstance(options, Options) else set())
     frame = Frame(next(_frames), opts, module_paths(specs_of(gm)))
     frame.observe = backend_observer(frame.index, opts.dump_graphs)
-    return frame.compile(gm, example_inputs)
+    compiled = frame.compile(gm, example_inputs)
+    gathers = [c.nbytes for done in frame.schedules for c in done.collectives if c.kind == "all_gather"]
+    report_break(compat.graph_break_of(gm), frame.index, gathers[0] if gathers else 0)
+    return compiled
 
 
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -81,6 +81,16 @@ def placeholder_values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Any]:
     return out
 
 
+def graph_break_of(gm: torch.fx.GraphModule) -> str | None:
+    """Why and where Dynamo ended this graph early; None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = reason.user_stack[-1] if reason.user_stack else None
+    what = str(reason.reason).strip().split("\n")[0]
+    return f"{what}, {where.filename}:{where.lineno}" if where is not None else what
+
+
 def compiled_modules(backend: Callable[..., Any] | None = None) -> Iterator[nn.Module]:
     """Modules that somebody compiled (with ``backend``, if given): inner modules of live `torch.compile(module)` objects, and
     `module.compile()` ones."""

@@ -14,16 +14,18 @@ import sys
 from collections.abc import Callable
 from itertools import count
 
+import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile import compat
 from fsdp_compile.frame import dump_to
-from fsdp_compile.text import readable
+from fsdp_compile.text import human_bytes, readable
 
 Observe = Callable[[str, fx.Graph, str], None]
 
 LOGS = ("passes", "graphs")
 VARIABLE = "FSDP_COMPILE_LOGS"
+log = logging.getLogger("fsdp_compile")
 passes_log = logging.getLogger("fsdp_compile.passes")
 graphs_log = logging.getLogger("fsdp_compile.graphs")
 
@@ -39,6 +41,21 @@ def configure(setting: str | None = None) -> None:
         _enable(passes_log)
     if "graphs" in wanted:
         _enable(graphs_log)
+
+
+_breaks: set[str] = set()
+
+
+def report_break(why: str | None, graph: int, first_gather: int) -> None:
+    """Say once for each place, on rank 0, that a model runs as several graphs, and what that costs. ``first_gather``: bytes."""
+    if why is None or why in _breaks or not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_rank():
+        return
+    _breaks.add(why)
+    log.warning(
+        "graph %d ends at a graph break (%s); what follows runs as another graph, the %d. break so far. Each graph gathers its first "
+        "bucket (%s here) and reduces its last while nothing computes; fullgraph=True makes a break an error",
+        graph, why, len(_breaks), human_bytes(first_gather),
+    )
 
 
 def _enable(log: logging.Logger) -> None:

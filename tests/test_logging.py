@@ -14,12 +14,11 @@ import torch
 from fsdp_compile.passes.pipeline import op_difference
 from torch import nn
 
-from fsdp_compile import compat, explain, logs
+from fsdp_compile import compat, explain, fully_shard, logs
 from fsdp_compile.logs import backend_observer, configure
 
 STEP = """
 import sys, torch
-import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.compile(torch.nn.Linear(4, 4), backend="fsdp", options={"lowering": "fx"})
 model(torch.ones(2, 4)).sum().backward()
@@ -108,3 +107,32 @@ def test_dump_graphs_still_writes_files(tmp_path: Path) -> None:
     observe("markers", graph, "forward")
     observe("insert", graph, "forward")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["frame7_forward_0_markers.txt", "frame7_forward_1_insert.txt"]
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+def breaks_twice() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logs.log.addHandler(handler)
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(fully_shard(Broken()), backend="fsdp", options={"lowering": "fx"})(torch.ones(2, 4))
+    logs.log.removeHandler(handler)
+    return [line for line in said if "graph break" in line]
+
+
+def test_a_graph_break_is_said_once_with_its_place_and_price(pool) -> None:
+    zero, one = pool.run(2, breaks_twice)
+    assert one == [] and len(zero) == 1
+    assert "test_logging.py:" in zero[0] and "the 1. break so far" in zero[0] and "first bucket (80 B here)" in zero[0]
