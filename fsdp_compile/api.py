@@ -86,7 +86,11 @@ def shard(
     """`fully_shard` without its checks of arguments. ``in_flight``: a forward of the module is running, whose backward may still give
     gradients to the parameters that are replaced here."""
     policy = policy_of(mp_policy)
-    ignored = frozenset(id(p) for p in ignored_params or ())
+    ignored_params = list(ignored_params or ())
+    for p in ignored_params:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"ignored_params must hold the parameters themselves (model.head.weight), got {p!r}")
+    ignored = frozenset(id(p) for p in ignored_params)
     owners = owners_of(module, set(ignored))
     mesh, group = resolve_mesh(mesh, _device_type(owners), timeout_s)
     keep = reshard_after_forward is False
@@ -165,6 +169,8 @@ def policy_of(mp_policy: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrec
     """The policy itself; a dtype stands for a policy that computes in it."""
     if isinstance(mp_policy, torch.dtype):
         return MixedPrecisionPolicy(param_dtype=mp_policy)
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be torch's MixedPrecisionPolicy or a dtype such as torch.bfloat16, got {mp_policy!r}")
     return mp_policy or MixedPrecisionPolicy()
 
 

@@ -56,8 +56,13 @@ _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling() and optimizer not in _stepped:
+    if torch.compiler.is_compiling() or optimizer in _stepped or len(args) > 1 or kwargs.get("closure") is not None:
+        return  # a closure may be what calls the model for the first time
+    plain = [p for g in optimizer.param_groups for p in g["params"] if type(p) is torch.nn.Parameter]
+    if any(p.grad is not None and p.grad.any() for p in plain):  # with zeros torch's `get_state_dict` makes an optimizer's state
         refuse_unsharded_step(optimizer, fsdp)
+        _stepped.add(optimizer)
+    elif not plain:
         _stepped.add(optimizer)
 
 

@@ -70,6 +70,18 @@ def frame_modules() -> list[nn.Module]:
     return [v for v in values if isinstance(v, nn.Module)]
 
 
+def frame_has_float_inputs() -> bool:
+    """Whether the frame that Dynamo converts just now was given floating-point tensors, in whatever containers."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch.utils import _pytree as pytree
+
+    try:
+        values = list(InstructionTranslator.current_tx().output.root_tx.f_locals.values())
+    except AttributeError:
+        return False
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(values))
+
+
 def placeholder_values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Any]:
     """Placeholder of a Dynamo graph → the real value behind it (None where Dynamo did not keep one)."""
     out: dict[torch.fx.Node, Any] = {}
@@ -287,10 +299,14 @@ def cpu_backend_name(group: Any) -> str:
     return dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair).get("cpu", "")
 
 
-def single_threaded_gloo(name: str, like: Any, ranks: list[int]) -> Any:
+def single_threaded_gloo(name: str, like: Any, ranks: list[int], group_name: str) -> Any:
     """A process group over ``ranks`` on gloo with one worker thread, with ``like``'s network devices and timeout; registered as
-    backend ``name``. All ``ranks`` must call this."""
+    backend ``name``. All ``ranks``, and no others, must call this with the same ``group_name``.
+
+    Not `new_group`: the names that it gives depend on how many groups this process has made, which differs between ranks that are
+    members of different meshes, and ranks with different names wait for each other in vain."""
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
     def create(opts: Any, given: Any) -> Any:
         return dist.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, given)
@@ -301,9 +317,19 @@ def single_threaded_gloo(name: str, like: Any, ranks: list[int]) -> Any:
     theirs = getattr(backend, "wrapped_pg", backend).options  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._threads, options._devices, options._timeout = 1, theirs._devices, theirs._timeout
-    return dist.new_group(
-        ranks, timeout=theirs._timeout, backend=name, pg_options=options, use_local_synchronization=True, group_desc="fsdp_compile"
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(name),
+        c10d._get_default_store(),
+        group_name,  # type: ignore[arg-type]
+        backend_options=options,
+        timeout=theirs._timeout,
+        group_desc="fsdp_compile",
     )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
 
 
 def register_work(tensor: torch.Tensor, work: Any) -> None:

@@ -43,9 +43,22 @@ def shard_running(options: Options, backend: Callable[..., Any]) -> bool:
             if not any(True for _ in root.parameters()):
                 raise ValueError(f"{type(root).__name__} has no parameters: there is nothing to shard; compile it with another backend")
             if params:
+                _refuse_late_casts(options)
                 shard(root, in_flight=True, **options.shard_args())
                 return True
     return False
+
+
+def _refuse_late_casts(options: Options) -> None:
+    """Raise ValueError if the policy casts inputs or outputs of the call that is running: it began before the casts existed, so that
+    its first result would have another dtype than all later ones."""
+    policy = policy_of(options.mp_policy)
+    casts = policy.param_dtype is not None and policy.cast_forward_inputs and compat.frame_has_float_inputs()
+    if casts or policy.output_dtype is not None:
+        raise ValueError(
+            "option mp_policy casts inputs or outputs, and the first call of this model has begun without: call "
+            "fsdp_compile.fully_shard(model, mp_policy=...) before torch.compile(model, backend='fsdp')"
+        )
 
 
 def refuse_unsharded_step(optimizer: torch.optim.Optimizer, backend: Callable[..., Any]) -> None:
@@ -82,6 +95,7 @@ def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
             if states:
                 _refuse_added(root, wanted - ignored - {i for s in states for i in s.ignored})
                 continue
+            _refuse_late_casts(options)
             shard(root, in_flight=True, **options.shard_args())
             done = True
         return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -101,6 +102,8 @@ class Options:
             raise TypeError(
                 f"option mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh makes one), got {self.mesh!r}"
             )
+        if self.dump_graphs is not None and not isinstance(self.dump_graphs, str | os.PathLike):
+            raise TypeError(f"option dump_graphs must be a folder's name, got {self.dump_graphs!r}")
         if isinstance(self.ignored_params, Iterator):
             raise TypeError("option ignored_params must be a list: an iterator is empty when the second graph asks for it")
 

@@ -8,6 +8,8 @@ One thread has nothing to race with, and completes collectives in the order of t
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import weakref
 
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from .wire import lay
 BACKEND = "fsdp_gloo"  # gloo with one worker thread
 # By the mesh's group; a group made anew gets new ones.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, itertools.count[int]]] = weakref.WeakKeyDictionary()
 _control: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -43,9 +46,18 @@ def communicator(mesh: DeviceMesh, timeout_s: float) -> dist.ProcessGroup:
         return group
     if group not in _beside:
         ranks = _ranks_of(group, timeout_s)
-        _beside[group] = made = compat.single_threaded_gloo(BACKEND, group, ranks)
-        lay(made, compat.single_threaded_gloo(BACKEND, group, ranks))
+        made, second = (compat.single_threaded_gloo(BACKEND, group, ranks, _name(ranks)) for _ in range(2))
+        _beside[group] = made
+        lay(made, second)
     return _beside[group]
+
+
+def _name(ranks: list[int]) -> str:
+    """A name for a new group, the same on all ``ranks``: they make their groups together. The first after a new `init_process_group` is
+    called as before it, because DTensor keeps names of groups from mesh to equal mesh."""
+    key = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    assert dist.group.WORLD is not None
+    return f"fsdp_{key}_{next(_counts.setdefault(dist.group.WORLD, {}).setdefault(key, itertools.count()))}"
 
 
 def _ranks_of(group: dist.ProcessGroup, timeout_s: float) -> list[int]:

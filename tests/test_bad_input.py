@@ -44,6 +44,9 @@ def errors_one_rank() -> dict[str, str]:
     out["mesh, fully_shard"] = message(lambda: fully_shard(models.mlp(), mesh="cpu"))
     out["iterator"] = message(call, models.mlp(), ignored_params=iter([]))
     out["modules"] = message(call, models.mlp(), bucket_modules=("Linear", "Block"))
+    out["policy"] = message(lambda: fully_shard(models.mlp(), mp_policy="bfloat16"))
+    out["ignored"] = message(lambda: fully_shard(models.mlp(), ignored_params=["a.weight"]))
+    out["folder"] = message(call, models.mlp(), dump_graphs=3)
     out["lowering"] = message(call, models.mlp(), lowering="xla")
     out["reduce_op"] = message(call, models.mlp(), reduce_op="max")
     out["mode"] = message(lambda: torch.compile(models.mlp(), backend="fsdp", mode="max-autotune")(X))
@@ -104,6 +107,9 @@ EXPECTED = {
     "mesh, fully_shard": ("mesh must be a DeviceMesh", "init_device_mesh"),
     "iterator": ("option ignored_params must be a list",),
     "modules": ("bucket_modules: 'Block' is neither", "Linear"),
+    "policy": ("TypeError", "a dtype such as torch.bfloat16"),
+    "ignored": ("TypeError", "the parameters themselves", "'a.weight'"),
+    "folder": ("option dump_graphs must be a folder's name",),
     "lowering": ("lowering must be 'inductor' or 'fx', got 'xla'",),
     "reduce_op": ("reduce_op must be 'avg' or 'sum', got 'max'",),
     "mode": ("mode='max-autotune'", "options"),

@@ -8,7 +8,7 @@ import models
 import torch
 import torch.distributed as dist
 from fsdp_compile.runtime.communicator import BACKEND, is_gloo
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compile import fully_shard
 from fsdp_compile.compat import cpu_backend_name
@@ -58,3 +58,20 @@ def many_in_flight(seconds: float) -> int:
 
 def test_many_gathers_in_flight(pool):
     assert min(pool.run(2, many_in_flight, 4.0)) > 0
+
+
+def subset_then_all() -> None:
+    """Ranks that made other groups before must still find each other."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        fully_shard(models.mlp(), mesh=mesh)
+    other = DeviceMesh("cpu", [1, 2])
+    if dist.get_rank() > 0:
+        fully_shard(models.mlp(), mesh=other)
+    everyone = fully_shard(models.mlp())
+    assert everyone(models.vector_batch(0)[0]).isfinite().all()
+    dist.barrier()
+
+
+def test_a_subset_of_the_ranks_then_all_of_them(pool):
+    pool.run(3, subset_then_all)

@@ -163,3 +163,38 @@ def alone() -> None:
     model = Helped(False, False)
     torch.compile(model, backend="fsdp", options=FX)(BATCHES[0][0]).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def casts() -> dict[str, str]:
+    out = {}
+    late = MixedPrecisionPolicy(output_dtype=torch.float32)
+    for name, policy in (("inputs", torch.bfloat16), ("outputs", late)):
+        model = models.mlp()
+        fast = torch.compile(model, backend="fsdp", options={**FX, "mp_policy": policy})
+        out[name] = message(fast, BATCHES[0][0])
+        assert not any(isinstance(p, DTensor) for p in model.parameters()), "refused before anything was sharded"
+    return out
+
+
+def test_a_policy_that_casts_what_the_first_call_has_passed_already(pool):
+    for said in pool.run(2, casts):
+        assert all("call fsdp_compile.fully_shard(model, mp_policy=...) before" in text for text in said.values()), said
+
+
+def closure() -> None:
+    model = models.mlp()
+    fast = torch.compile(model, backend="fsdp", options=FX)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = models.square_loss(fast(BATCHES[0][0]), BATCHES[0][1])
+        loss.backward()
+        return loss
+
+    optimizer.step(evaluate)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_closure_may_make_the_first_call(pool):
+    pool.run(2, closure)
