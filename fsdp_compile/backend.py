@@ -21,6 +21,7 @@ from fsdp_compile.logs import backend_observer, configure, report_break  # noqa:
 from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
 from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
+from fsdp_compile.runtime.grads import release_followed  # noqa: E402
 
 log = logging.getLogger("fsdp_compile")
 _frames = itertools.count()
@@ -56,7 +57,10 @@ _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or optimizer in _stepped or len(args) > 1 or kwargs.get("closure") is not None:
+    if torch.compiler.is_compiling():
+        return
+    release_followed()
+    if optimizer in _stepped or len(args) > 1 or kwargs.get("closure") is not None:
         return  # a closure may be what calls the model for the first time
     plain = [p for g in optimizer.param_groups for p in g["params"] if type(p) is torch.nn.Parameter]
     if any(p.grad is not None and p.grad.any() for p in plain):  # with zeros torch's `get_state_dict` makes an optimizer's state

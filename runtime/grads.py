@@ -78,3 +78,16 @@ def follow(old: nn.Parameter, new: nn.Parameter) -> None:
             accumulate(owner, part[: local.numel()].view(local.shape))
 
     old.register_post_accumulate_grad_hook(hook)
+    _followed.append(weakref.ref(old))
+
+
+_followed: list[weakref.ref[nn.Parameter]] = []  # replaced in the middle of a forward: a graph may still need their values
+
+
+def release_followed() -> None:
+    """Take the memory of parameters that were replaced in the middle of a forward, whoever still holds them. For the first optimizer
+    step after it: whatever backward needed of them is over."""
+    for ref in _followed:
+        if (old := ref()) is not None:
+            old.data = old.data.new_empty(0)
+    _followed.clear()
