@@ -192,7 +192,9 @@ def many_steps(kind: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("kind", ["train", "no_grad", "forward only"])
 def test_memory_is_flat_over_many_steps(pool, kind):
     for counts in pool.run(2, many_steps, kind):
-        assert counts[0][:2] == counts[1][:2] == counts[2][:2], f"tensors, bytes, objects: {counts}"
+        # The worker may still be losing tensors of earlier tests: what must not happen is growth.
+        assert counts[0][0] >= counts[1][0] >= counts[2][0], f"tensors, bytes, objects: {counts}"
+        assert counts[0][1] >= counts[1][1] >= counts[2][1], f"tensors, bytes, objects: {counts}"
         assert counts[2][2] - counts[1][2] < 15, f"an object is left over by each step: {counts}"
 
 
