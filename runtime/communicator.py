@@ -1,4 +1,5 @@
-"""The process group that carries a mesh's collectives: the mesh's own, or beside gloo's a group with a single worker thread.
+"""The process group that carries a mesh's collectives: the mesh's own, or beside gloo's one with a single worker thread (and a second
+like it, which `wire` uses in turn).
 
 Two worker threads of one gloo group write the name of the last completed operation into the same string without a lock
 (torch 2.13, `ProcessGroupGloo::runLoop`, ``pgStatus_->lastCompletedWorkName``). A name of more than 15 characters lives on the heap
