@@ -1,6 +1,7 @@
 """Every private torch API that this project touches, in one place.
 
-Longer than other files because it is the only place for them. Checked on torch 2.13.0. Versions in SUPPORTED use the same names as far as read; others are refused when the backend is imported.
+Longer than other files because it is the only place for them.
+Checked on torch 2.13.0. Versions in SUPPORTED use the same names as far as read; others are refused when the backend is imported.
 """
 
 from __future__ import annotations

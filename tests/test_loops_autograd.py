@@ -198,7 +198,7 @@ def test_memory_is_flat_over_many_steps(pool, kind):
         assert counts[2][2] - counts[1][2] < 15, f"an object is left over by each step: {counts}"
 
 
-# --- a layer before the first graph ----------------------------------------------------------------------------------------------------------
+# --- a layer before the first graph -----------------------------------------------------------------------------------
 
 
 class BreaksInLoop(nn.Module):
