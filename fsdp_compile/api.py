@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compile.arguments import check_shard_args
 from fsdp_compile.runtime.agree import agree
 from fsdp_compile.runtime.grads import follow
 from fsdp_compile.runtime.layout import make_layout
@@ -57,18 +58,19 @@ def fully_shard(
         raise NotImplementedError("shard_placement_fn: parameters are always sharded on dimension 0")
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise NotImplementedError(f"offload_policy {type(offload_policy).__name__}: shards stay on the device")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(f"reshard_after_forward={reshard_after_forward!r}: only True, False or None")
-    return shard(
-        module,
-        mesh=mesh,
-        mp_policy=mp_policy,
-        reshard_after_forward=reshard_after_forward,
-        ignored_params=ignored_params,
-        reduce_op=reduce_op,
-        sync_module_states=sync_module_states,
-        timeout_s=timeout_s,
-    )
+    if isinstance(ignored_params, Iterator):
+        ignored_params = list(ignored_params)
+    given: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "ignored_params": ignored_params,
+        "reduce_op": reduce_op,
+        "sync_module_states": sync_module_states,
+        "timeout_s": timeout_s,
+    }
+    check_shard_args(**given)
+    return shard(module, **given)
 
 
 def shard(
@@ -86,11 +88,7 @@ def shard(
     """`fully_shard` without its checks of arguments. ``in_flight``: a forward of the module is running, whose backward may still give
     gradients to the parameters that are replaced here."""
     policy = policy_of(mp_policy)
-    ignored_params = list(ignored_params or ())
-    for p in ignored_params:
-        if not isinstance(p, Tensor):
-            raise TypeError(f"ignored_params must hold the parameters themselves (model.head.weight), got {p!r}")
-    ignored = frozenset(id(p) for p in ignored_params)
+    ignored = frozenset(id(p) for p in ignored_params or ())
     owners = owners_of(module, set(ignored))
     mesh, group = resolve_mesh(mesh, _device_type(owners), timeout_s)
     keep = reshard_after_forward is False
@@ -169,8 +167,6 @@ def policy_of(mp_policy: MixedPrecisionPolicy | torch.dtype | None) -> MixedPrec
     """The policy itself; a dtype stands for a policy that computes in it."""
     if isinstance(mp_policy, torch.dtype):
         return MixedPrecisionPolicy(param_dtype=mp_policy)
-    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be torch's MixedPrecisionPolicy or a dtype such as torch.bfloat16, got {mp_policy!r}")
     return mp_policy or MixedPrecisionPolicy()
 
 

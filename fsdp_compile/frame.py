@@ -16,6 +16,7 @@ from torch import fx
 from fsdp_compile import compat
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
+from fsdp_compile.passes.keep import last_used
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.runtime.ops import check_world
@@ -35,12 +36,14 @@ class Frame:
     module_path: dict[str, tuple[str, ...]]
     observe: Callable[[str, fx.Graph, str], None] = lambda stage, graph, direction: None
     lower: bool = True
-    escaping: frozenset[str] | None = None  # None: no joint graph was seen (inference)
+    escaping: frozenset[str] | None = None  # whose whole value may leave the graph; None: no joint graph was seen (inference)
+    ends_early: bool = False  # at a graph break: what it uses last is not what backward uses first
     schedules: list[Scheduled] = field(default_factory=list)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a Dynamo graph whose parameters are markers."""
         self.observe("dynamo", gm.graph, "joint")
+        self.ends_early = compat.graph_break_of(gm) is not None
         markers.refuse_writes(gm)
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
@@ -62,7 +65,7 @@ class Frame:
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
-        keep = self.escaping = markers.escaping(graph)
+        keep = self.escaping = markers.escaping(graph) | last_used(graph, 0 if self.ends_early else self.options.keep_bytes)
         markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
         self.observe("tagged", graph, "joint")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile.arguments import check_inductor, check_shard_args
 from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.exchange import TRANSPORTS
 from fsdp_compile.passes.pipeline import Plan
@@ -41,6 +42,8 @@ class Options:
       prefetch                how many buckets ahead a gather is launched
       limit_all_gathers       most bytes of gathered weights alive at once
       limit_reduce_scatters   most bytes of reductions in flight
+      keep_bytes              most bytes of gathered weights carried from forward to backward: those used last, which backward uses
+                              first (0: every weight is gathered again)
 
     The rest:
       lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)
@@ -61,6 +64,7 @@ class Options:
     prefetch: int = 2
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
+    keep_bytes: int = 0
     collective: str = "coalesced"
     transport: str = "auto"
     lowering: str = "inductor"
@@ -71,8 +75,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.lowering not in ("inductor", "fx"):
             raise ValueError(f"option lowering must be 'inductor' or 'fx', got {self.lowering!r}")
-        if self.reduce_op not in ("avg", "sum"):
-            raise ValueError(f"option reduce_op must be 'avg' or 'sum', got {self.reduce_op!r}")
         if self.transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"option transport must be 'auto' or one of {TRANSPORTS}, got {self.transport!r}")
         if self.limit_all_gathers is not None and self.collective == "packed":
@@ -80,9 +82,11 @@ class Options:
                 "options limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists "
                 "twice; use collective='coalesced'"
             )
+        check_shard_args(prefix="option ", **self.shard_args())
         self._check_types()
-        if self.timeout_s <= 0:
-            raise ValueError(f"option timeout_s must be positive, got {self.timeout_s}")
+        check_inductor(self.inductor)
+        if self.keep_bytes < 0:
+            raise ValueError(f"option keep_bytes must not be negative, got {self.keep_bytes}")
         if self.bucket_bytes is not None and self.min_num_params is not None:
             raise ValueError("options bucket_bytes and min_num_params exclude each other")
         patterns = (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules)
@@ -90,22 +94,17 @@ class Options:
         self.plan({})  # validates the schedule options
 
     def _check_types(self) -> None:
-        for name in ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters"):
+        for name in ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes"):
             value = getattr(self, name)
-            if name != "prefetch" and value is None:
+            if name not in ("prefetch", "keep_bytes") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"option {name} must be a whole number, got {value!r}" + _as_bytes(name, value))
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise TypeError(f"option timeout_s must be a number of seconds, got {self.timeout_s!r}")
-        if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
-            raise TypeError(
-                f"option mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh makes one), got {self.mesh!r}"
-            )
+        patterns = self.bucket_modules
+        if isinstance(patterns, bytes) or not isinstance(patterns, Iterable) or not all(isinstance(x, str) for x in patterns):
+            raise TypeError(f"option bucket_modules must be class names or patterns of module names, got {patterns!r}")
         if self.dump_graphs is not None and not isinstance(self.dump_graphs, str | os.PathLike):
             raise TypeError(f"option dump_graphs must be a folder's name, got {self.dump_graphs!r}")
-        if isinstance(self.ignored_params, Iterator):
-            raise TypeError("option ignored_params must be a list: an iterator is empty when the second graph asks for it")
 
     def plan(self, module_path: Mapping[str, tuple[str, ...]], on_gloo: bool = False) -> Plan:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.

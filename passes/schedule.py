@@ -34,8 +34,7 @@ class SchedulePlan:
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
-        for name in ("limit_gathers", "limit_reduces"):
-            v = getattr(self, name)
+        for name, v in (("limit_all_gathers", self.limit_gathers), ("limit_reduce_scatters", self.limit_reduces)):
             if v is not None and v <= 0:
                 raise ValueError(f"{name} must be positive, got {v}")
 

@@ -26,11 +26,9 @@ def resolve_mesh(
     """``mesh``, checked, or one over all ranks; and the group for its collectives (`communicator`). Starts a process group if none
     is there: torchrun's, or a single process.
 
-    Raises TypeError if ``mesh`` is no DeviceMesh, ValueError if it is not one-dimensional or lies on another device type than the
+    Raises ValueError if ``mesh`` is not one-dimensional or lies on another device type than the
     parameters, `RankMismatch` if a rank does not come within ``timeout_s`` seconds."""
     if mesh is not None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.device_mesh.init_device_mesh makes one) or None, got {mesh!r}")
         if mesh.ndim != 1:
             raise ValueError(
                 f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; fully_shard takes a one-dimensional one, for example "

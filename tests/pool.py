@@ -142,10 +142,13 @@ def _run(rank: int, world: int, store: str, pg_timeout_s: float, task: bytes) ->
 def _clean() -> None:
     import torch
     import torch.distributed as dist
+    import torch.distributed.tensor.debug
 
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    # DTensor keeps the meshes of destroyed process groups in here, and gives them to equal meshes made later.
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()
     torch.set_default_dtype(torch.float32)
     gc.collect()

@@ -43,6 +43,14 @@ def errors_one_rank() -> dict[str, str]:
     out["mesh"] = message(call, models.mlp(), mesh="cpu")
     out["mesh, fully_shard"] = message(lambda: fully_shard(models.mlp(), mesh="cpu"))
     out["iterator"] = message(call, models.mlp(), ignored_params=iter([]))
+    out["not iterable"] = message(call, models.mlp(), ignored_params=3)
+    out["sync"] = message(call, models.mlp(), sync_module_states="yes")
+    out["fewer ranks"] = message(call, models.mlp(), reshard_after_forward=2)
+    out["negative timeout"] = message(lambda: fully_shard(models.mlp(), timeout_s=-1))
+    out["reduces"] = message(call, models.mlp(), limit_reduce_scatters=0)
+    out["no patterns"] = message(call, models.mlp(), bucket_modules=3)
+    out["inductor"] = message(call, models.mlp(), inductor={"max_autotun": True})
+    out["inductor, no dict"] = message(call, models.mlp(), inductor=["max_autotune"])
     out["modules"] = message(call, models.mlp(), bucket_modules=("Linear", "Block"))
     out["policy"] = message(lambda: fully_shard(models.mlp(), mp_policy="bfloat16"))
     out["ignored"] = message(lambda: fully_shard(models.mlp(), ignored_params=["a.weight"]))
@@ -106,6 +114,14 @@ EXPECTED = {
     "mesh": ("option mesh must be a DeviceMesh", "init_device_mesh"),
     "mesh, fully_shard": ("mesh must be a DeviceMesh", "init_device_mesh"),
     "iterator": ("option ignored_params must be a list",),
+    "not iterable": ("option ignored_params must be a list of parameters, got 3",),
+    "sync": ("option sync_module_states must be True or False, got 'yes'",),
+    "fewer ranks": ("option reshard_after_forward=2", "only True (or None) and False"),
+    "negative timeout": ("ValueError: timeout_s must be positive, got -1",),
+    "reduces": ("limit_reduce_scatters must be positive, got 0",),
+    "no patterns": ("option bucket_modules must be class names or patterns of module names, got 3",),
+    "inductor": ("option inductor", "no 'max_autotun'; did you mean 'max_autotune'?"),
+    "inductor, no dict": ("option inductor must be a dict", "['max_autotune']"),
     "modules": ("bucket_modules: 'Block' is neither", "Linear"),
     "policy": ("TypeError", "a dtype such as torch.bfloat16"),
     "ignored": ("TypeError", "the parameters themselves", "'a.weight'"),

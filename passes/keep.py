@@ -1,0 +1,48 @@
+"""keep: which gathered weights to carry from forward to backward instead of gathering them again.
+
+::
+
+    forward   w1  w2  w3  w4 │ w4  w3  w2  w1   backward      w4 is freed and gathered again within moments: keep it, if it fits
+
+Decided on the joint graph and by the parameters' sizes alone, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fsdp_compile.spec import ParamSpec, decode
+
+from .graph_ops import positions
+from .markers import is_marker, unary_chain
+
+
+def last_used(graph: fx.Graph, nbytes: int) -> frozenset[str]:
+    """FQNs of the parameters that the forward part of a joint graph uses last, as long as they take no more than ``nbytes`` together
+    when gathered. One that alone is larger is passed over. Empty for a graph without a backward part."""
+    at = positions(graph)
+    end = _backward_begins(graph, at)
+    if end is None or nbytes <= 0:
+        return frozenset()
+    found: list[tuple[int, int, ParamSpec]] = []
+    for marker in filter(is_marker, graph.nodes):
+        chain = set(unary_chain(marker))
+        uses = [at[u] for n in chain for u in n.users if u not in chain]
+        if any(i >= end for i in uses):  # backward reads it
+            found.append((max((i for i in uses if i < end), default=-1), at[marker], decode(marker.args[1])))
+    out: set[str] = set()
+    left = nbytes
+    for _, _, spec in sorted(found, key=lambda f: f[:2], reverse=True):
+        if spec.gathered_bytes > nbytes:
+            continue
+        if spec.gathered_bytes > left:
+            break
+        out.add(spec.fqn)
+        left -= spec.gathered_bytes
+    return frozenset(out)
+
+
+def _backward_begins(graph: fx.Graph, at: dict[fx.Node, int]) -> int | None:
+    """Position of the first operation on a tangent."""
+    tangents = [n for n in graph.nodes if n.op == "placeholder" and str(n.target).startswith("tangents")]
+    return min((at[u] for t in tangents for u in t.users if u.op != "output"), default=None)
