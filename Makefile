@@ -1,11 +1,11 @@
-# make demo | test | lint: each sets up .venv first (once, and again when pyproject.toml or constraints.txt changes).
+# make demo | test | test-all | lint: each sets up .venv first (once, and again when pyproject.toml or constraints.txt changes).
 PYTHON ?= python3
 BIN := .venv/bin
 
 # One thread for each process: the tests and the demo start two ranks, and more threads than cores only fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: .venv/.demo-stamp
 	rm -rf out/graphs
@@ -16,6 +16,9 @@ demo: .venv/.demo-stamp
 	@echo "Graphs before and after each pass: out/graphs    Measurements: out/bench.json"
 
 test: .venv/.test-stamp
+	$(BIN)/python -m pytest -q --durations=12 -m "not extra"
+
+test-all: .venv/.test-stamp
 	$(BIN)/python -m pytest -q --durations=12
 
 lint: .venv/.test-stamp

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile.live import instances
+
 # transform(graph_module, is_backward) rewrites a graph in place and returns a wrapper for the function compiled from it.
 Transform = Callable[[torch.fx.GraphModule, bool], Callable[[Callable[..., Any]], Callable[..., Any]]]
 
@@ -107,16 +109,14 @@ def graph_break_of(gm: torch.fx.GraphModule) -> str | None:
 def compiled_modules(backend: Callable[..., Any] | None = None) -> Iterator[nn.Module]:
     """Modules that somebody compiled (with ``backend``, if given): inner modules of live `torch.compile(module)` objects, and
     `module.compile()` ones."""
-    import gc
-
     from torch._dynamo.eval_frame import OptimizedModule
 
-    for obj in gc.get_objects():
+    for obj in instances(nn.Module):
         with contextlib.suppress(ReferenceError):
             if issubclass(type(obj), OptimizedModule):
-                if backend is None or _backend_of(obj.dynamo_ctx.callback) is backend:
-                    yield obj._orig_mod
-            elif issubclass(type(obj), nn.Module) and (call := getattr(obj, "_compiled_call_impl", None)) is not None:
+                if backend is None or _backend_of(obj.dynamo_ctx.callback) is backend:  # type: ignore[union-attr]
+                    yield obj._orig_mod  # type: ignore[misc]
+            elif (call := getattr(obj, "_compiled_call_impl", None)) is not None:
                 if backend is None or _backend_of(inspect.getclosurevars(call).nonlocals.get("callback")) is backend:
                     yield obj
 

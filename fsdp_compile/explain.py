@@ -85,7 +85,7 @@ def explain(
     frames = [f for f in capture.frames if f.calls]
     if not frames:
         raise RuntimeError("Dynamo compiled no graph: torch.compile is disabled here, or the model holds no operation on tensors")
-    return _report(type(model).__name__, subject, frames, opts.limit_all_gathers)
+    return _report(type(model).__name__, subject, frames, opts)
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class _Explained:
 
     stages: list[Stage] = field(default_factory=list)
     graphs: list[GraphReport] = field(default_factory=list)
+    kept: frozenset[str] = frozenset()
     calls: int = 0
 
 
@@ -179,6 +180,7 @@ class _Capture:
             )
             graph = GraphReport(frame.index, done.direction, ends.first, ends.last, rows, done.peak_gathered_bytes, ends.work)
             out.graphs.append(graph)
+        out.kept = frame.kept
         self.frames.append(out)
 
         def runner(*args: Any) -> Any:
@@ -298,7 +300,7 @@ def _untouched(model: nn.Module, meta: bool) -> Iterator[None]:
                 m.__dict__[k].update(v)
 
 
-def _report(name: str, subject: _Subject, frames: list[_Explained], limit_gathers: int | None) -> Report:
+def _report(name: str, subject: _Subject, frames: list[_Explained], opts: Options) -> Report:
     stages: list[Stage] = []
     graphs: list[GraphReport] = []
     for i, f in enumerate(frames):  # frames that never ran have been dropped: number the others anew
@@ -313,5 +315,7 @@ def _report(name: str, subject: _Subject, frames: list[_Explained], limit_gather
         stages=tuple(stages),
         graphs=tuple(graphs),
         calls=tuple(f.calls for f in frames),
-        limit_gathers=limit_gathers,
+        limit_gathers=opts.limit_all_gathers,
+        prefetch=opts.prefetch,
+        kept=frozenset().union(*(f.kept for f in frames)),
     )

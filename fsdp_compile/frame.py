@@ -37,6 +37,7 @@ class Frame:
     observe: Callable[[str, fx.Graph, str], None] = lambda stage, graph, direction: None
     lower: bool = True
     escaping: frozenset[str] | None = None  # whose whole value may leave the graph; None: no joint graph was seen (inference)
+    kept: frozenset[str] = frozenset()  # carried from forward to backward
     ends_early: bool = False  # at a graph break: what it uses last is not what backward uses first
     schedules: list[Scheduled] = field(default_factory=list)
 
@@ -47,13 +48,15 @@ class Frame:
         markers.refuse_writes(gm)
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
-        plan = self.options.plan(self.module_path, _on_gloo(markers.marker_specs(gm), inputs))
+        plan = self.options.passes_plan(self.module_path, _on_gloo(markers.marker_specs(gm), inputs))
+        written = self.options.written(self.module_path)
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             direction = "backward" if is_backward else "forward"
             markers.erase_identities(graph_module.graph)  # inference: there was no joint graph
             observer: Observer = lambda stage, g: self.observe(stage, g, direction)  # noqa: E731
-            done = run_passes(graph_module.graph, direction, plan, self._may_escape(graph_module, is_backward), observer)
+            escaping = self._may_escape(graph_module, is_backward)
+            done = run_passes(graph_module.graph, direction, written.applied(plan, direction), escaping, observer)
             graph_module.recompile()
             self.schedules.append(done)
             return lambda fn: _Guarded(self, done, fn).wrapped()
@@ -65,7 +68,8 @@ class Frame:
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
-        keep = self.escaping = markers.escaping(graph) | last_used(graph, 0 if self.ends_early else self.options.keep_bytes)
+        self.kept = last_used(graph, 0 if self.ends_early else self.options.keep_bytes) | self.options.written(self.module_path).keep
+        keep = self.escaping = markers.escaping(graph) | self.kept
         markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
         self.observe("tagged", graph, "joint")
 

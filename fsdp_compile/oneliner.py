@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import compat
 from fsdp_compile.api import policy_of, shard
+from fsdp_compile.live import instances
 from fsdp_compile.options import Options
 from fsdp_compile.runtime.sharding import is_shard, state_of
 
@@ -119,7 +119,7 @@ def _roots(wanted: set[int]) -> list[nn.Module]:
         if not left:
             break
         if candidates is None:
-            candidates = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and not compat.is_optimized(m)]
+            candidates = [m for m in instances(nn.Module) if not compat.is_optimized(m)]
         owning = [m for m in candidates if left & {id(p) for p in m.parameters()}]
         inner = {id(c) for m in owning for c in m.modules() if c is not m}
         for m in owning:

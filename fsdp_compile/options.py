@@ -20,6 +20,7 @@ from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.exchange import TRANSPORTS
 from fsdp_compile.passes.pipeline import Plan
 from fsdp_compile.passes.schedule import SchedulePlan
+from fsdp_compile.passes.written import Written, read
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Options:
       keep_bytes              most bytes of gathered weights carried from forward to backward: those used last, which backward uses
                               first (0: every weight is gathered again)
 
+      plan                    all this written down, for single parameters: a dict or a JSON file (`fsdp_compile.passes.written`),
+                              as `explain(...).plan` has it
+
     The rest:
       lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)
       timeout_s               seconds to wait for the other ranks while comparing models and plans
@@ -65,6 +69,7 @@ class Options:
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
     keep_bytes: int = 0
+    plan: Mapping[str, Any] | str | os.PathLike[str] | None = None
     collective: str = "coalesced"
     transport: str = "auto"
     lowering: str = "inductor"
@@ -91,7 +96,10 @@ class Options:
             raise ValueError("options bucket_bytes and min_num_params exclude each other")
         patterns = (self.bucket_modules,) if isinstance(self.bucket_modules, str) else tuple(self.bucket_modules)
         object.__setattr__(self, "bucket_modules", patterns)
-        self.plan({})  # validates the schedule options
+        self.passes_plan({})  # validates the schedule options
+        if self.plan is not None and not isinstance(self.plan, (Mapping, str, os.PathLike)):
+            raise TypeError(f"option plan must be a dict or the name of a JSON file, got {self.plan!r}")
+        object.__setattr__(self, "_written", read(self.plan) if self.plan is not None else Written())
 
     def _check_types(self) -> None:
         for name in ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes"):
@@ -106,7 +114,7 @@ class Options:
         if self.dump_graphs is not None and not isinstance(self.dump_graphs, str | os.PathLike):
             raise TypeError(f"option dump_graphs must be a folder's name, got {self.dump_graphs!r}")
 
-    def plan(self, module_path: Mapping[str, tuple[str, ...]], on_gloo: bool = False) -> Plan:
+    def passes_plan(self, module_path: Mapping[str, tuple[str, ...]], on_gloo: bool = False) -> Plan:
         """The passes' plan. ``module_path``: parameter FQN → ``"fqn:ClassName"`` of the modules around it, outermost first.
         Raises ValueError for a ``bucket_modules`` entry that matches none of them.
         ``on_gloo``: gloo carries the collectives (decides options left at "auto")."""
@@ -131,6 +139,16 @@ class Options:
             SchedulePlan(self.prefetch, self.limit_all_gathers, self.limit_reduce_scatters),
             transport,
         )
+
+    def written(self, module_path: Mapping[str, tuple[str, ...]]) -> Written:
+        """Option ``plan``, read. Raises ValueError if it names what is none of the parameters in ``module_path``."""
+        written: Written = self._written  # type: ignore[attr-defined]
+        unknown = sorted(written.fqns - module_path.keys()) if module_path else []
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], module_path, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"option plan: the model has no parameter {unknown[0]!r}{hint}")
+        return written
 
     def shard_args(self) -> dict[str, Any]:
         """The arguments for `fully_shard`."""

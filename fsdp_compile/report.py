@@ -17,6 +17,7 @@ from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.pipeline import op_difference
 from fsdp_compile.passes.simulate import Timeline, simulate
 from fsdp_compile.passes.totals import Cost, total
+from fsdp_compile.passes.written import write
 from fsdp_compile.text import unified_diff
 
 DIRECTIONS = ("joint", "forward", "backward")
@@ -90,7 +91,8 @@ class GraphReport:
 @dataclass(frozen=True)
 class Report:
     """The whole model. ``calls[i]``: how often frame ``i`` ran in one forward. Bytes: ``parameter_bytes`` of all sharded
-    parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``: the option limit_all_gathers."""
+    parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``, ``prefetch``: the options limit_all_gathers,
+    prefetch. ``kept``: FQNs of weights that stay gathered from forward to backward (`passes.keep`)."""
 
     model: str
     world_size: int
@@ -101,6 +103,8 @@ class Report:
     graphs: tuple[GraphReport, ...]
     calls: tuple[int, ...]
     limit_gathers: int | None = None
+    prefetch: int = 2
+    kept: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -115,6 +119,11 @@ class Report:
     def buckets(self) -> list[BucketRow]:
         """Every collective, by graph, in launch order."""
         return [row for g in self.graphs for row in g.buckets]
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What was decided, written down: option ``plan`` takes it, as it is, changed by hand, or from a JSON file."""
+        return write(((b.direction, b.kind, b.parameters) for b in self.buckets), self.prefetch, self.kept)
 
     @property
     def collectives_per_step(self) -> int:
@@ -220,6 +229,7 @@ class Report:
             "peak_gathered_bytes": self.peak_gathered_bytes,
             "pass_seconds": self.pass_seconds,
             "calls": list(self.calls),
+            "plan": self.plan,
             "graphs": [
                 {
                     "frame": g.frame,

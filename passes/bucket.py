@@ -28,7 +28,7 @@ class BucketPlan:
     ``bucket_bytes``: most bytes of a bucket's gathered buffers (0: no merging; None: `automatic_bytes` of the graph).
     ``label_of``: FQN → label; parameters of different labels never share a bucket (module-based bucketing), and those of one
     label share it whatever their size. ``mode``: "coalesced" or "packed". ``limit``: no gather bucket above this many bytes
-    (None: no limit). ``reduce_mode``: the mode of reductions (None: as ``mode``).
+    (None: no limit). ``reduce_mode`` and ``reduce_label_of``: of reductions (None: as ``mode``, as ``label_of``).
     """
 
     bucket_bytes: int | None = None
@@ -36,6 +36,7 @@ class BucketPlan:
     mode: str = "coalesced"
     limit: int | None = None
     reduce_mode: str | None = None
+    reduce_label_of: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 0:
@@ -107,11 +108,12 @@ def _groups(graph: fx.Graph, kind: str, plan: BucketPlan) -> list[list[_Member]]
     With the automatic size the first gathers and the last reductions are small and grow by doubling: they hide behind nothing, so
     that compute should not wait for more than it needs, nor the step end with a large reduction."""
     cap = automatic_bytes(graph, kind) if plan.bucket_bytes is None else plan.bucket_bytes
+    labels = plan.label_of if kind == "gather" or plan.reduce_label_of is None else plan.reduce_label_of
     members: list[_Member] = []
     items: list[Item] = []
     for launch, role in _in_use_order(graph, kind):
         (wait,) = (u for u in launch.users if role_of(u))
-        label = plan.label_of.get(role.params[0])
+        label = labels.get(role.params[0])
         # group, dtype and reduce operation are the launch's other arguments; a mixed bucket cannot be formed.
         key: tuple[Any, ...] = (launch.args[1:], sources(launch)[0].meta["val"].dtype, label, _apart(launch, wait, role, plan.mode))
         members.append(_Member(launch, wait, role))

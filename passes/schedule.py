@@ -23,20 +23,29 @@ from .roles import GATHER_KINDS, REDUCE_KINDS, Role, role_of
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """``prefetch``: how many buckets ahead a gather is launched (0: just before its use). ``limit_gathers``: most bytes of gathered
+    """``prefetch``: how many buckets ahead a gather is launched (0: just before its use); a tuple has a number for each bucket, and its
+    last one for all others. ``limit_gathers``: most bytes of gathered
     buffers alive at once, in flight or in use (None: no limit). ``limit_reduces``: most bytes of reductions in flight (None: two
     largest buckets)."""
 
-    prefetch: int = 2
+    prefetch: int | tuple[int, ...] = 2
     limit_gathers: int | None = None
     limit_reduces: int | None = None
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0:
+        if not self._distances or min(self._distances) < 0:
             raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
         for name, v in (("limit_all_gathers", self.limit_gathers), ("limit_reduce_scatters", self.limit_reduces)):
             if v is not None and v <= 0:
                 raise ValueError(f"{name} must be positive, got {v}")
+
+    @property
+    def _distances(self) -> tuple[int, ...]:
+        return self.prefetch if isinstance(self.prefetch, tuple) else (self.prefetch,)
+
+    def distance(self, i: int) -> int:
+        """How many buckets ahead the ``i``-th gather is launched."""
+        return self._distances[min(i, len(self._distances) - 1)]
 
 
 @dataclass
@@ -116,7 +125,7 @@ def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
         if i >= work.entry:
             while next_gather < len(gathers):  # launches whose time has come
                 g = gathers[next_gather]
-                ahead = next_gather - plan.prefetch
+                ahead = next_gather - plan.distance(next_gather)
                 due = ahead < 0 or gathers[ahead].first <= i  # the first ones at the graph's entry, whatever runs before their use
                 fits = plan.limit_gathers is None or alive + g.nbytes <= plan.limit_gathers
                 if g.first > i and not (due and fits and g.ready <= i):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+from fsdp_compile.live import instances
 
 
 def repoint(new_of: Mapping[int, nn.Parameter], shard_state: Callable[[Tensor, nn.Parameter], Tensor]) -> int:
@@ -14,9 +15,7 @@ def repoint(new_of: Mapping[int, nn.Parameter], shard_state: Callable[[Tensor, n
 
     ``new_of``: ``id(old)`` → new. ``shard_state(tensor, new)`` turns a state tensor of the old parameter's shape into its shard."""
     changed = 0
-    for obj in gc.get_objects():
-        if not issubclass(type(obj), torch.optim.Optimizer):
-            continue
+    for obj in instances(torch.optim.Optimizer):
         for group in obj.param_groups:
             for i, p in enumerate(group["params"]):
                 new = new_of.get(id(p))

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,8 +31,11 @@ from fsdp_compile.spec import ParamSpec, decode
 from .grads import move_grad_hook
 from .layout import FlatLayout
 
+_states: weakref.WeakValueDictionary[int, FSDPState] = weakref.WeakValueDictionary()  # in the order in which models were sharded
+_count = itertools.count()
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class FSDPState:
     """What the modules of one sharded model share. Immutable, so that deepcopy of a module shares it."""
 
@@ -42,8 +46,16 @@ class FSDPState:
     padding_bytes: int
     given: Mapping[str, Any]  # the arguments of `fully_shard`, resolved
 
+    def __post_init__(self) -> None:
+        _states[next(_count)] = self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
         return self
+
+
+def states() -> list[FSDPState]:
+    """The state of each sharded model that is alive, oldest first."""
+    return list(_states.values())
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -115,10 +115,20 @@ def _serve(pipe: Connection, stack: str, env: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _import_all()
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             rank, world, store, pg_timeout_s, task = pipe.recv()
             pipe.send_bytes(_run(rank, world, store, pg_timeout_s, task))
+
+
+def _import_all() -> None:
+    """What every test needs. It stays: out of the garbage collector's sight half a million objects need not be looked at in each test."""
+
+    import fsdp_compile.backend  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def _run(rank: int, world: int, store: str, pg_timeout_s: float, task: bytes) -> bytes:

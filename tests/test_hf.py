@@ -170,6 +170,7 @@ NAMED = {  # models that need their inputs by name
     whisper: lambda model, x: model(input_features=_spectrogram(x), decoder_input_ids=x).logits,
     clip: matches,
 }
+FURTHER = {bart, whisper, falcon, albert, convnext}  # not part of `make test`: others of their kind are
 FAMILIES = {f.__name__: f for f in (*TOKENS, *IMAGES, wav2vec2, *NAMED)}
 
 
@@ -217,7 +218,7 @@ def case(family: str) -> parity.Case:
     return parity.Case(functools.partial(build, family), functools.partial(batch, family=family), own_loss, steps=3, clip=1.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(n, marks=[pytest.mark.extra] * (f in FURTHER)) for n, f in FAMILIES.items()])
 def test_family(pool, family):
     parity.check(pool, case(family), 2, timeout_s=240)
 

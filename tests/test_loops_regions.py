@@ -139,8 +139,11 @@ def checkpointed(form: str, lowering: str) -> tuple[list[int], set[int]]:
     return alive, whole_sizes(wide)
 
 
-@pytest.mark.parametrize("lowering", ["fx", INDUCTOR])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form, lowering",
+    [(f, "fx") for f in FORMS]
+    + [pytest.param(f, "inductor", marks=[*INDUCTOR.marks, *[pytest.mark.extra] * (f != "each")]) for f in FORMS],
+)
 def test_activation_checkpointing(pool, form, lowering):
     """Gradients are right, and nothing gathered is among the tensors saved for backward."""
     for alive, whole in pool.run(2, checkpointed, form, lowering):

@@ -86,7 +86,10 @@ def generated(**options: object) -> tuple[list[Event], list[Event]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collective, transport", [("coalesced", "native"), ("packed", "native"), ("coalesced", "own")])
+@pytest.mark.parametrize(
+    "collective, transport",
+    [pytest.param("coalesced", "native", marks=pytest.mark.extra), ("packed", "native"), ("coalesced", "own")],
+)
 def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: str, transport: str) -> None:
     forward, backward = generated(collective=collective, transport=transport, prefetch=2)
     # 12 buckets (norm, up, down of 4 layers); compute stands only in up and down.
@@ -99,7 +102,7 @@ def test_each_gather_is_launched_one_bucket_ahead(fake_group: None, collective: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["native", "own"])
+@pytest.mark.parametrize("transport", [pytest.param("native", marks=pytest.mark.extra), "own"])
 def test_reductions_fly_during_later_compute(fake_group: None, transport: str) -> None:
     _, backward = generated(transport=transport)
     lead = in_flight(backward, {"native": "reduce_scatter", "own": "all_to_all"}[transport])

@@ -36,14 +36,14 @@ def test_entries(pool, entry):
 @pytest.mark.parametrize(
     "options",
     [
-        {"bucket_bytes": 0},
+        pytest.param({"bucket_bytes": 0}, marks=pytest.mark.extra),
         {"bucket_bytes": 600, "prefetch": 2},
-        {"collective": "packed"},
+        pytest.param({"collective": "packed"}, marks=pytest.mark.extra),
         {"collective": "packed", "bucket_modules": ("Linear",)},
         {"bucket_modules": "Linear", "prefetch": 0},
         {"limit_all_gathers": 1000, "prefetch": 3},
         {"limit_reduce_scatters": 1},
-        {"min_num_params": 100},
+        pytest.param({"min_num_params": 100}, marks=pytest.mark.extra),
     ],
     ids=str,
 )
