@@ -165,6 +165,41 @@ def predict(
 
 
 @main.command()
+@click.argument("factory", metavar="FILE.py:FUNCTION")
+@_size("world-size", 8, "Ranks to plan for; none of them is started.")
+@click.option("--machine", default="calibrated", metavar="NAME", help="'calibrated' (this one), a device such as H100, or a JSON file.")
+@click.option("--efficiency", type=float, default=1.0, help="Share of a device's published rates that is reached.")
+@click.option("--tf32", is_flag=True, help="A device's float32 products run in TF32.")
+@click.option(
+    "--memory-budget", type=click.IntRange(min=1), metavar="BYTES", help="Most gathered weights at once.  [default: as the default options]"
+)
+@click.option("--options", metavar="JSON", help="""Options that the plan does not decide, such as '{"mp_policy": "bfloat16"}'.""")
+@click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("plan.json"), help="Write the plan here.")
+def plan(
+    factory: str,
+    world_size: int,
+    machine: str,
+    efficiency: float,
+    tf32: bool,
+    memory_budget: int | None,
+    options: str | None,
+    meta: bool,
+    out: Path,
+) -> None:
+    """Decide buckets, prefetch and what to keep for backward by simulation, and write them as a file for option "plan".
+
+    FUNCTION takes no arguments and returns (model, inputs), inputs being a tuple. Nothing is launched.
+    """
+    from . import explain_command, plan_command
+
+    try:
+        plan_command.run(factory, world_size, options, meta, machine, efficiency, tf32, memory_budget, out)
+    except explain_command.CommandError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
 @_size("nproc", 2, "Ranks to start on this machine.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="gloo on cpu, nccl on cuda.")
 @click.option("--threads", type=int, default=None, help="Threads of each rank.  [default: cores / nproc]")

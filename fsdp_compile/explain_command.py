@@ -51,7 +51,7 @@ def run(
 def explained(factory: str, world_size: int, options: str | None, meta: bool, inference: bool = False) -> Report:
     """The report of the model that ``FILE.py:FUNCTION`` makes. Raises `CommandError`."""
     known = parse_options(options)
-    model, inputs = _build(factory, meta)
+    model, inputs = build(factory, meta)
     with torch.no_grad() if inference else contextlib.nullcontext():
         try:
             return explain(model, *inputs, world_size=world_size, **known)
@@ -74,7 +74,8 @@ def parse_options(text: str | None) -> dict[str, Any]:
     return options
 
 
-def _build(factory: str, meta: bool) -> tuple[nn.Module, tuple[Any, ...]]:
+def build(factory: str, meta: bool) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Model and inputs, as the factory ``FILE.py:FUNCTION`` makes them. Raises `CommandError`."""
     try:
         make = model_factory(factory)
     except (ValueError, FileNotFoundError) as error:

@@ -123,7 +123,7 @@ class Report:
     @property
     def plan(self) -> dict[str, Any]:
         """What was decided, written down: option ``plan`` takes it, as it is, changed by hand, or from a JSON file."""
-        return write(((b.direction, b.kind, b.parameters) for b in self.buckets), self.prefetch, self.kept)
+        return write(((b.direction, b.kind, b.parameters) for b in self.buckets), self.prefetch, self.kept, self.limit_gathers)
 
     @property
     def collectives_per_step(self) -> int:
@@ -154,10 +154,16 @@ class Report:
         "none"). Graph breaks, the loss and what stands outside compiled frames count nothing. Raises ValueError for another optimizer."""
         if optimizer not in OPTIMIZER_PASSES:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_PASSES)}, got {optimizer!r}")
+        works = self.works
+        moved = OPTIMIZER_PASSES[optimizer] * self.shard_bytes if any(w.direction == "backward" for w in works) else 0
+        return simulate(works, machine, moved, self.limit_gathers)
+
+    @property
+    def works(self) -> list[Work]:
+        """What a step does: every frame's forward, as often as it is called, then their backwards the other way round."""
         forward = [g.work for g in self.graphs if g.direction == "forward" for _ in range(self.calls[g.frame])]
         backward = [g.work for g in self.graphs if g.direction == "backward" for _ in range(self.calls[g.frame])]
-        moved = OPTIMIZER_PASSES[optimizer] * self.shard_bytes if backward else 0
-        return simulate([*forward, *reversed(backward)], machine, moved, self.limit_gathers)
+        return [*forward, *reversed(backward)]
 
     @property
     def pass_seconds(self) -> dict[str, float]:

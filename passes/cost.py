@@ -66,7 +66,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective starts. ``nbytes``: of a gather's output, of a reduction's input; ``lowering``: "coalesced" or "packed"."""
+    """A collective starts. ``nbytes``: of a gather's output, of a reduction's input; ``lowering``: "coalesced" or "packed"; ``params``:
+    FQNs of what travels."""
 
     bucket: str
     kind: str
@@ -75,6 +76,7 @@ class Launch:
     group: str
     world: int
     nbytes: int
+    params: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def _launch(node: fx.Node) -> Launch:
         group=str(node.args[-1]),
         world=int(world),  # type: ignore[arg-type]
         nbytes=role.nbytes,
+        params=role.params,
     )
 
 

@@ -1,21 +1,24 @@
-"""Choose a plan by simulating many: bucket size, prefetch, and the limit on gathered bytes that the memory allows."""
+"""Choose a plan by simulating many: bucket size, prefetch, what to keep for backward, and the limit that the memory allows."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .cost import Work
 from .machine import Machine
-from .replan import base_of, replan
+from .replan import base_of, keepable, replan
 from .simulate import simulate
 
-# build(bucket_bytes, prefetch, limit_gathers) → the step's works, forward first; ValueError if the limit cannot be kept.
-Build = Callable[[int | None, int, int | None], Sequence[Work]]
+# build(bucket_bytes, prefetch, limit_gathers, keep) → the step's works, forward first; ValueError if the limit cannot be kept.
+Build = Callable[[int | None, int, int | None, frozenset[str]], Sequence[Work]]
 
-BUCKETS: tuple[int | None, ...] = (None, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 25 << 20, 50 << 20, 100 << 20, 200 << 20)
+BUCKETS: tuple[int | None, ...] = (None, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 25 << 20, 50 << 20, 100 << 20, 200 << 20, 0)
 PREFETCH = (0, 1, 2, 3)
+KEEP = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of all weights' bytes
+NOTHING: frozenset[str] = frozenset()
 WORTH = 0.005  # a plan that is slower by less than this share of the step, but needs less memory, is preferred
 
 
@@ -26,6 +29,7 @@ class Choice:
     bucket_bytes: int | None
     prefetch: int
     limit_all_gathers: int | None
+    keep: tuple[str, ...]
     seconds: float
     exposed_seconds: float
     peak_gathered_bytes: int
@@ -39,10 +43,26 @@ def replanner(works: Iterable[Work], mode: str = "coalesced", exchange: bool = F
     """A fast ``build`` from works made with the plan `replan.BASE`."""
     bases = [base_of(w) for w in works]
 
-    def build(bucket_bytes: int | None, prefetch: int, limit: int | None) -> list[Work]:
-        return [replan(b, bucket_bytes, prefetch, limit, mode, exchange) for b in bases]
+    def build(bucket_bytes: int | None, prefetch: int, limit: int | None, keep: frozenset[str]) -> list[Work]:
+        return [replan(b, bucket_bytes, prefetch, limit, mode, exchange, keep) for b in bases]
 
     return build
+
+
+def keeps(works: Iterable[Work], shares: Sequence[float] = KEEP) -> list[frozenset[str]]:
+    """What may be kept for backward, from nothing to everything: the last of forward, up to each share of the bytes that can be."""
+    order = keepable([base_of(w) for w in works])
+    total = sum(nbytes for _, nbytes in order)
+    out: dict[frozenset[str], None] = {}
+    for share in shares:
+        kept, left = set(), share * total
+        for fqn, nbytes in order:
+            if nbytes > left:
+                break
+            kept.add(fqn)
+            left -= nbytes
+        out[frozenset(kept)] = None
+    return list(out)
 
 
 def choose(
@@ -51,28 +71,27 @@ def choose(
     memory_budget: int | None = None,
     buckets: Sequence[int | None] = BUCKETS,
     prefetches: Sequence[int] = PREFETCH,
+    keep: Sequence[frozenset[str]] = (NOTHING,),
 ) -> dict[str, Any]:
     """The fastest plan whose gathered weights never take more than ``memory_budget`` bytes (None: any number), as a dict of
-    `Choice`'s fields; those named like options can be given to the backend.
+    `Choice`'s fields; those named like options can be given to the backend. ``keep``: sets of weights to try to keep (`keeps`).
 
-    Among plans within half a percent of the fastest, the one with the smallest peak; then the first of ``buckets`` and ``prefetches``:
-    equal input gives an equal choice on every rank. Raises ValueError if no plan fits the budget."""
+    Among plans within half a percent of the fastest, the one with the smallest peak; then the first of ``keep``, ``buckets`` and
+    ``prefetches``: equal input gives an equal choice on every rank. Raises ValueError if no plan fits the budget."""
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(f"memory_budget must be positive, got {memory_budget}")
     found: list[Choice] = []
-    refused = ""
-    for bucket_bytes in buckets:
-        for prefetch in prefetches:
-            try:
-                works = build(bucket_bytes, prefetch, memory_budget)
-            except ValueError as error:
-                refused = str(error)
-                continue
-            t = simulate(works, machine, limit_gathers=memory_budget)
-            if memory_budget is None or t.peak_gathered_bytes <= memory_budget:
-                found.append(Choice(bucket_bytes, prefetch, memory_budget, t.step, t.exposed_seconds, t.peak_gathered_bytes))
+    for kept, bucket_bytes, prefetch in itertools.product(keep, buckets, prefetches):
+        try:
+            works = build(bucket_bytes, prefetch, memory_budget, kept)
+        except ValueError:
+            continue
+        t = simulate(works, machine, limit_gathers=memory_budget)
+        peak = t.peak_gathered_bytes
+        if memory_budget is None or peak <= memory_budget:
+            found.append(Choice(bucket_bytes, prefetch, memory_budget, tuple(sorted(kept)), t.step, t.exposed_seconds, peak))
     if not found:
-        raise ValueError(f"no plan keeps gathered weights within {memory_budget} bytes. {refused}".rstrip())
+        raise ValueError(f"no plan keeps gathered weights within {memory_budget} bytes")
     fastest = min(c.seconds for c in found)
     good = [c for c in found if c.seconds <= fastest * (1 + WORTH)]
     return asdict(min(good, key=lambda c: c.peak_gathered_bytes))

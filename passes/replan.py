@@ -81,12 +81,36 @@ def base_of(work: Work) -> Base:
     return Base(work.direction, tuple(kernels), tuple(gathers), tuple(reduces))
 
 
+def keepable(bases: Sequence[Base]) -> list[tuple[str, int]]:
+    """FQN and gathered bytes of what `keep.last_used` would keep, in its order: what the last forward graph uses last, if the first
+    backward graph gathers it again."""
+    forward = [b for b in bases if b.direction == "forward"]
+    backward = [b for b in bases if b.direction == "backward"]
+    if not forward or not backward:
+        return []
+    again = {fqn for p in backward[0].gathers for fqn in p.launch.params}
+    mine = [p for p in forward[-1].gathers if again.issuperset(p.launch.params)]
+    found = [(max((i for i, _ in p.frees), default=-1), p.place, p.launch) for p in mine]
+    found.sort(key=lambda f: f[:2], reverse=True)
+    return [(fqn, launch.nbytes) for _, _, launch in found for fqn in launch.params]
+
+
 def replan(
-    base: Base, bucket_bytes: int | None, prefetch: int, limit_gathers: int | None = None, mode: str = "coalesced", exchange: bool = False
+    base: Base,
+    bucket_bytes: int | None,
+    prefetch: int,
+    limit_gathers: int | None = None,
+    mode: str = "coalesced",
+    exchange: bool = False,
+    keep: frozenset[str] = frozenset(),
 ) -> Work:
     """The events under another plan; the arguments are those of `BucketPlan` and `SchedulePlan`. ``mode``: how gathers are merged, and
-    reductions unless ``exchange`` builds them on all-to-all (always one buffer). Raises ValueError if the limit cannot be kept."""
-    gathers = [_merged(g, f"ag{i}", mode) for i, g in enumerate(_buckets(base.gathers, bucket_bytes, limit_gathers, False), 1)]
+    reductions unless ``exchange`` builds them on all-to-all (always one buffer). ``keep``: weights that forward does not free and backward
+    does not gather. Raises ValueError if the limit cannot be kept."""
+    parts = [replace(p, frees=()) if keep.issuperset(p.launch.params) else p for p in base.gathers]
+    if base.direction == "backward":
+        parts = [p for p in parts if not keep.issuperset(p.launch.params)]
+    gathers = [_merged(g, f"ag{i}", mode) for i, g in enumerate(_buckets(parts, bucket_bytes, limit_gathers, False), 1)]
     reduce_mode = "packed" if exchange else mode
     reduces = [_merged(g, f"rs{i}", reduce_mode) for i, g in enumerate(_buckets(base.reduces, bucket_bytes, None, True), 1)]
     gathers.sort(key=lambda g: g.place)
@@ -105,7 +129,13 @@ def _buckets(parts: Sequence[_Part], bucket_bytes: int | None, limit: int | None
 
 def _merged(parts: Sequence[_Part], name: str, mode: str) -> _Part:
     """One bucket of several. The copies that packing costs are left out, but its buffer dies as a whole."""
-    launch = replace(parts[0].launch, bucket=name, nbytes=sum(p.launch.nbytes for p in parts), lowering="packed")
+    launch = replace(
+        parts[0].launch,
+        bucket=name,
+        nbytes=sum(p.launch.nbytes for p in parts),
+        lowering="packed",
+        params=tuple(fqn for p in parts for fqn in p.launch.params),
+    )
     gather = launch.kind == "all_gather"
     frees = tuple((i, replace(f, bucket=name)) for p in parts for i, f in p.frees)
     if len(parts) > 1:

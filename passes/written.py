@@ -2,11 +2,13 @@
 
     {"forward":  {"gather": [["emb.weight"], ["l0.w", "l0.b"]], "prefetch": 2},
      "backward": {"gather": [["l0.w", "l0.b"]], "reduce": [["l0.w", "l0.b"], ["emb.weight"]], "prefetch": [2, 1]},
-     "keep": ["head.weight"]}
+     "keep": ["head.weight"],
+     "limit_all_gathers": 1000000}
 
 ``gather`` and ``reduce``: buckets, as FQNs; what no bucket names is bucketed by size. Members of a bucket that are not neighbours in the
 graph (of one group and dtype) still travel apart. ``prefetch``: how many buckets ahead a gather is launched; a list has one number for
-each bucket, and its last one for all others. ``keep``: weights that stay gathered from forward to backward.
+each bucket, and its last one for all others. ``keep``: weights that stay gathered from forward to backward. ``limit_all_gathers``: as the
+option.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Written:
     buckets: Mapping[str, Buckets] = field(default_factory=dict)
     prefetch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     keep: frozenset[str] = frozenset()
+    limit_all_gathers: int | None = None
 
     def __post_init__(self) -> None:
         for where, buckets in self.buckets.items():
@@ -58,6 +61,8 @@ class Written:
         schedule = plan.schedule
         if direction in self.prefetch:
             schedule = replace(schedule, prefetch=self.prefetch[direction])
+        if self.limit_all_gathers is not None:
+            schedule, bucket = replace(schedule, limit_gathers=self.limit_all_gathers), replace(bucket, limit=self.limit_all_gathers)
         return replace(plan, bucket=bucket, schedule=schedule)
 
 
@@ -74,7 +79,10 @@ def read(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
             raise ValueError(f"plan {plan}: not JSON: {error}") from error
         if not isinstance(plan, Mapping):
             raise ValueError(f"plan: a JSON object is expected, not {type(plan).__name__}")
-    _refuse_unknown("", plan, (*_PARTS, "keep"))
+    _refuse_unknown("", plan, (*_PARTS, "keep", "limit_all_gathers"))
+    limit = plan.get("limit_all_gathers")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
+        raise ValueError(f"plan, limit_all_gathers: a number of bytes is expected, got {limit!r}")
     buckets: dict[str, Buckets] = {}
     prefetch: dict[str, tuple[int, ...]] = {}
     for direction, parts in _PARTS.items():
@@ -88,7 +96,7 @@ def read(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
         if "prefetch" in given:
             numbers = given["prefetch"]
             prefetch[direction] = tuple(numbers) if isinstance(numbers, (list, tuple)) else (numbers,)
-    return Written(buckets, prefetch, frozenset(_names("keep", plan.get("keep", ()))))
+    return Written(buckets, prefetch, frozenset(_names("keep", plan.get("keep", ()))), limit)
 
 
 def _refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -109,7 +117,7 @@ def _names(where: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def write(rows: Iterable[Row], prefetch: int, keep: Iterable[str]) -> dict[str, Any]:
+def write(rows: Iterable[Row], prefetch: int, keep: Iterable[str], limit: int | None = None) -> dict[str, Any]:
     """The plan that gives these collectives, each (direction, kind, FQNs) in launch order; `read` takes it back. A parameter that several
     graphs gather stands where it comes first."""
     out: dict[str, Any] = {"forward": {"gather": []}, "backward": {"gather": [], "reduce": []}}
@@ -123,4 +131,6 @@ def write(rows: Iterable[Row], prefetch: int, keep: Iterable[str]) -> dict[str, 
     for direction in _PARTS:
         out[direction]["prefetch"] = prefetch
     out["keep"] = sorted(keep)
+    if limit is not None:
+        out["limit_all_gathers"] = limit
     return out

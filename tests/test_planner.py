@@ -13,7 +13,7 @@ from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.cost import Launch, Work, work_of
 from fsdp_compile.passes.machine import Link, Machine, Rates
 from fsdp_compile.passes.pipeline import Plan
-from fsdp_compile.passes.planner import choose, replanner
+from fsdp_compile.passes.planner import NOTHING, choose, replanner
 from fsdp_compile.passes.replan import BASE, base_of, replan
 from fsdp_compile.passes.schedule import SchedulePlan
 from fsdp_compile.passes.simulate import simulate
@@ -83,7 +83,7 @@ def test_replanned_decoder(prefetch: int, bucket_bytes: int | None, limit: int |
     real = decoder(bucket_bytes=bucket_bytes, prefetch=prefetch, limit_all_gathers=limit)
     for machine in (device("A100"), Machine("cpu", Rates({"float32": 1e11}, 2e10, 3e-6), {"any": Link(5e-4, 5e8)})):
         want = real.simulate(machine, "none")
-        got = simulate(replanner(g.work for g in base.graphs)(bucket_bytes, prefetch, limit), machine)
+        got = simulate(replanner(g.work for g in base.graphs)(bucket_bytes, prefetch, limit, NOTHING), machine)
         assert got.step == pytest.approx(want.step, rel=0.03)
         assert want.peak_gathered_bytes <= got.peak_gathered_bytes <= 1.15 * want.peak_gathered_bytes
 
@@ -125,7 +125,7 @@ def test_nothing_better_among_all_candidates_and_always_the_same() -> None:
     buckets, prefetches = (None, 0, BYTES, 3 * BYTES, 6 * BYTES), (0, 1, 2)
     got = choose(build, SLOW, buckets=buckets, prefetches=prefetches)
     assert got == choose(replanner(both()), SLOW, buckets=buckets, prefetches=prefetches)
-    every = [simulate(build(b, p, None), SLOW).step for b in buckets for p in prefetches]
+    every = [simulate(build(b, p, None, NOTHING), SLOW).step for b in buckets for p in prefetches]
     assert min(every) <= got["seconds"] <= min(every) * 1.005
 
 
