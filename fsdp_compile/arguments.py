@@ -55,11 +55,10 @@ def check_inductor(config: Any) -> None:
     """Raises TypeError or ValueError unless ``config`` is a dict of ``torch._inductor.config`` values."""
     if not isinstance(config, Mapping):
         raise TypeError(f"option inductor must be a dict of torch._inductor.config values, got {config!r}")
-    if not config:
-        return
-    known = torch._inductor.list_options()
+    import torch._inductor.config as known
+
     for name in config:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
+        if not hasattr(known, str(name)):  # the list of options lacks those that stand for others
+            near = difflib.get_close_matches(str(name), torch._inductor.list_options(), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"option inductor: torch._inductor.config has no {name!r}{hint} (torch._inductor.list_options() lists all)")

@@ -185,9 +185,12 @@ def test_a_gradient_that_exists_from_the_start_is_reduced_behind_the_inputs() ->
     assert nodes_of(gm.graph, "reduce")[0][1].params == ("w",)
 
 
-@pytest.mark.parametrize("bad", [{"prefetch": -1}, {"limit_gathers": 0}, {"limit_reduces": -5}])
-def test_bad_plans(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
+@pytest.mark.parametrize(
+    "bad, option",
+    [({"prefetch": -1}, "prefetch"), ({"limit_gathers": 0}, "limit_all_gathers"), ({"limit_reduces": -5}, "limit_reduce_scatters")],
+)
+def test_bad_plans(bad: dict[str, int], option: str) -> None:
+    with pytest.raises(ValueError, match=option):
         SchedulePlan(**bad)
 
 
