@@ -272,6 +272,11 @@ def eager_backward_compile() -> Any:
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 
 
+def backward_id() -> int:
+    """The number of the backward that runs on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def never_a_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from compiling ``fn``, or what it calls, as frames of their own. Called from a frame that is traced, ``fn`` is
     inlined as ever, which `torch.compiler.disable` would forbid."""

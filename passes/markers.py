@@ -137,10 +137,10 @@ def _hoist(gm: fx.GraphModule, call: fx.Node) -> int:
         body.graph.erase_node(marker)
         moved += 1
     for add in [n for n in body.graph.nodes if n.target in _DYNAMO_PENDING and all(a in inputs for a in n.args)]:
-        w, pending = add.args
+        w = add.args[0]
         if len(w.users) == 1:
             with gm.graph.inserting_before(call):
-                outer = gm.graph.call_function(add.target, tuple(call.args[1 + inputs.index(a)] for a in (w, pending)))
+                outer = gm.graph.call_function(add.target, tuple(call.args[1 + inputs.index(a)] for a in add.args))
             outer.meta.update(add.meta)
             call.update_arg(1 + inputs.index(w), outer)
             add.replace_all_uses_with(w)

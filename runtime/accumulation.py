@@ -2,8 +2,11 @@
 
 ::
 
-    no sync    w = collect(unshard(leaf).detach(), into)     into.grad: whole, unreduced, in the reduce dtype, on every rank
-    sync       w = with_pending(unshard(leaf), into.grad)    one reduction of the sum
+    no sync    w = collect(unshard(leaf).detach(), into)             into.grad: whole, unreduced, in the reduce dtype, on every rank
+    sync       w = with_pending(unshard(leaf), into.grad, ticket)    one reduction of the sum
+
+A parameter that several graphs read has several such reads in one backward, and several backwards may have been built before the first
+of them runs: the ticket (parameter, how many times it has collected) says which of them adds what was collected.
 
 It trades memory for communication: between the micro-steps every rank holds whole gradients.
 """
@@ -11,12 +14,15 @@ It trades memory for communication: between the micro-steps every rank holds who
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile import compat
 from fsdp_compile.spec import decode
 
 
@@ -30,15 +36,38 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded yet: call fsdp_compile.fully_shard(model) first, or run one step")
     for m in modules:
-        held: dict[str, Tensor] = {}
+        held: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, p in m._parameters.items():
             if p is None or not p.requires_grad or not hasattr(p, "_fsdp_spec"):
                 continue
             if not requires_gradient_sync:
-                held[name] = _collector(p)
+                held[name] = _collector(p), None
             elif (grad := _take(p)) is not None:
-                held[name] = grad
+                held[name] = grad, p._fsdp_ticket
         m.__dict__["_fsdp_accumulate"] = held or None
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a parameter collected the ``done``-th time is in its reduced gradient; the ``taken``-th, in that of backward ``backward``."""
+
+    done: int
+    taken: int = 0
+    backward: int = -1
+
+
+_owners = itertools.count()
+_claims: dict[int, _Claim] = {}  # by the ticket's first number: one for each parameter that has ever collected
+
+
+def claim(owner: int, count: int) -> bool:
+    """Whether the caller, a backward, is to add what parameter ``owner`` collected the ``count``-th time: the first of its backward to
+    ask, unless an earlier backward has brought it to the end. (One that failed on the way does not count.)"""
+    now, found = compat.backward_id(), _claims.get(owner, _Claim(0))
+    if count <= found.done or (found.taken, found.backward) == (count, now):
+        return False
+    _claims[owner] = _Claim(found.done, count, now)
+    return True
 
 
 @contextlib.contextmanager
@@ -70,6 +99,8 @@ def _take(p: Any) -> Tensor | None:
     into = p.__dict__.get("_fsdp_collector")
     if into is not None and into.grad is not None:
         p._fsdp_pending, into.grad = into.grad, None
+        owner, count = p._fsdp_ticket.tolist() if "_fsdp_ticket" in p.__dict__ else (next(_owners), 0)
+        p._fsdp_ticket = torch.tensor([owner, count + 1])
     return p.__dict__.get("_fsdp_pending")
 
 
@@ -77,6 +108,8 @@ def reduced(p: Any) -> None:
     """What ``p`` had collected is now in its reduced gradient."""
     if p.__dict__.pop("_fsdp_pending", None) is None:
         return
+    owner, count = p._fsdp_ticket.tolist()
+    _claims[owner] = _Claim(done=count)
     for m in p._fsdp_owners:
         held = m._fsdp_accumulate
         if held is not None:

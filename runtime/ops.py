@@ -3,7 +3,8 @@
     unshard(Tensor shard, str spec) -> Tensor         [shard_numel] → spec.shape, in spec.compute_dtype
     reduce_grad(Tensor grad, str spec) -> Tensor      spec.shape → [shard_numel], in spec.dtype
     collect(Tensor w, Tensor into) -> Tensor          w; its gradient accumulates on the leaf `into`, whole and unreduced
-    with_pending(Tensor w, Tensor grad) -> Tensor     w; adds `grad`, collected earlier, to its gradient
+    with_pending(Tensor w, Tensor grad, Tensor ticket) -> Tensor      w; adds `grad`, collected earlier, to its gradient
+    add_pending(Tensor grad, Tensor earlier, Tensor ticket) -> Tensor grad + earlier, for the first of a backward to ask (`claim`)
 
 In a compiled graph both are only markers: the passes replace them by scheduled collectives. The eager kernels below serve code that
 Dynamo leaves out (after a graph break, in a disabled helper); they communicate at once and wait.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fsdp_compile.spec import ParamSpec, decode
 
+from .accumulation import claim
 from .order import same_on_all_ranks
 
 TIMEOUT_S = 600.0  # for the other ranks, in code that runs outside graphs; option timeout_s is for graphs
@@ -27,7 +29,8 @@ _LIB = torch.library.Library("fsdp_compile", "DEF")
 _LIB.define("unshard(Tensor shard, str spec) -> Tensor")
 _LIB.define("reduce_grad(Tensor grad, str spec) -> Tensor")
 _LIB.define("collect(Tensor w, Tensor into) -> Tensor")
-_LIB.define("with_pending(Tensor w, Tensor grad) -> Tensor")
+_LIB.define("with_pending(Tensor w, Tensor grad, Tensor ticket) -> Tensor")
+_LIB.define("add_pending(Tensor grad, Tensor earlier, Tensor ticket) -> Tensor")
 # Ends the life of a gathered buffer in a graph; exists only between the passes (lowering turns it into liveness).
 _LIB.define("free(Tensor buffer) -> ()")
 
@@ -136,11 +139,11 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     )
 
 
-def _identity(w: Tensor, other: Tensor) -> Tensor:
+def _identity(w: Tensor, *others: Tensor) -> Tensor:
     return w.clone()  # an operator must not return its input; in compiled graphs both are taken out (`markers.erase_identities`)
 
 
-def _identity_fake(w: Tensor, other: Tensor) -> Tensor:
+def _identity_fake(w: Tensor, *others: Tensor) -> Tensor:
     return torch.empty_like(w)
 
 
@@ -152,18 +155,24 @@ def _collect_backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
     return None, grad.to(ctx.dtype)
 
 
-def _pending_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _pending_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
 
 
-def _pending_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (earlier,) = ctx.saved_tensors
-    return grad.to(earlier.dtype) + earlier, None
+def _pending_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.fsdp_compile.add_pending(grad, *ctx.saved_tensors), None, None
+
+
+def _add_pending(grad: Tensor, earlier: Tensor, ticket: Tensor) -> Tensor:
+    if claim(*ticket.tolist()):
+        return grad.to(earlier.dtype) + earlier
+    return grad.to(earlier.dtype, copy=True)
 
 
 for _name, _fn, _fake in (
     ("collect", _identity, _identity_fake),
     ("with_pending", _identity, _identity_fake),
+    ("add_pending", _add_pending, lambda grad, earlier, ticket: torch.empty_like(grad, dtype=earlier.dtype)),
     ("unshard", _unshard_eager, _unshard_fake),
     ("reduce_grad", _reduce_grad_eager, _reduce_grad_fake),
 ):

@@ -62,10 +62,11 @@ def _accumulating(module: Any, name: str, w: Tensor) -> Tensor:
     held = module._fsdp_accumulate
     if held is None:
         return w
-    tensor = held.get(name)
-    if tensor is None:
+    found = held.get(name)
+    if found is None:
         return w
-    return collect(w.detach(), tensor) if tensor.requires_grad else with_pending(w, tensor)
+    tensor, ticket = found
+    return collect(w.detach(), tensor) if ticket is None else with_pending(w, tensor, ticket)
 
 
 def _read(module: Any, name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import models
 import parity
 import pytest
@@ -116,3 +118,76 @@ def context_and_unreached() -> None:
 
 def test_context(pool):
     pool.run(2, context_and_unreached)
+
+
+class Fail(RuntimeError):
+    pass
+
+
+class Twice(nn.Module):
+    """One weight, read on both sides of a graph break or of a helper that Dynamo leaves out."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.w = nn.Parameter(0.3 * torch.randn(10, 10))
+        self.between = between
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x @ self.w)
+        if self.between == "break":
+            torch._dynamo.graph_break()
+        elif self.between == "helper":
+            h = self.helper(h)
+        return h @ self.w
+
+    @torch._dynamo.disable
+    def helper(self, h: Tensor) -> Tensor:
+        h = h * 1.5
+        if self.fails:
+            h.register_hook(self.fail)
+        return torch.tanh(h @ self.w) @ self.w
+
+    def fail(self, grad: Tensor) -> None:
+        raise Fail
+
+
+def deferred_and(order: str, between: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, model = Twice(between), Twice(between)
+    run = torch.compile(fsdp_compile.fully_shard(model), backend="fsdp", options={"lowering": "fx"})
+    batches = [models.vector_batch(i, out=10) for i in range(4)]
+
+    def loss(fn, i: int, cut: bool) -> Tensor:
+        x, y = (parity.part(t, rank, world) if cut else t for t in batches[i])
+        return models.square_loss(fn(x), y)
+
+    for _ in range(2):  # the second time with graphs that are known already
+        for fn, cut in ((plain, False), (run, True)):
+            for i in (0, 1):
+                with fsdp_compile.no_sync(run) if cut else contextlib.nullcontext():
+                    loss(fn, i, cut).backward()
+            if order == "fails" and cut:
+                model.fails = True
+                with pytest.raises(Fail):
+                    loss(fn, 2, cut).backward()
+                model.fails = False
+            late = [loss(fn, i, cut) for i in (2, 3)]
+            for one in reversed(late) if order == "reversed" else late:
+                one.backward(retain_graph=order == "retained")
+                if order == "retained":
+                    one.backward()
+        torch.testing.assert_close(parity.full(model.w.grad), plain.w.grad, rtol=1e-5, atol=1e-6)
+        model.zero_grad(), plain.zero_grad()
+
+
+@pytest.mark.parametrize("between", ["nothing", "break", "helper"])
+@pytest.mark.parametrize("order", ["in order", "reversed", "retained"])
+def test_what_was_collected_is_added_once(pool, order, between):
+    """However many graphs read the weight, and however many backwards were built before the first of them ran."""
+    pool.run(2, deferred_and, order, between)
+
+
+def test_a_failed_backward_does_not_lose_what_was_collected(pool):
+    pool.run(2, deferred_and, "fails", "helper")
