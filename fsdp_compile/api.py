@@ -298,15 +298,19 @@ def _warn_if_seeds_differ(mesh: DeviceMesh, owners: dict[int, tuple[nn.Parameter
 
 
 def module_classes(root: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameter FQN → ``"fqn:ClassName"`` of each module around it, outermost first (module-based bucketing reads it)."""
+    """Parameter FQN (of a tied one: the first) → ``"fqn:ClassName"`` of each module around it, outermost first (module-based bucketing
+    reads it)."""
     out = {}
+    seen: set[int] = set()
     named = dict(root.named_modules(remove_duplicate=False))
     for prefix, m in root.named_modules():
         parts = prefix.split(".") if prefix else []
         around = [".".join(parts[:k]) for k in range(len(parts) + 1)]
         path = tuple(f"{p}:{type(named[p]).__name__.removeprefix('FSDP')}" for p in around if p in named)
-        for name in m._parameters:
-            out[f"{prefix}.{name}" if prefix else name] = path
+        for name, p in m._parameters.items():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                out[f"{prefix}.{name}" if prefix else name] = path
     return out
 
 

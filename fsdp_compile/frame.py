@@ -16,7 +16,7 @@ from torch import fx
 from fsdp_compile import compat
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
-from fsdp_compile.passes.keep import last_used
+from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.runtime.ops import check_world
@@ -68,15 +68,15 @@ class Frame:
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
-        self.kept = last_used(graph, 0 if self.ends_early else self.options.keep_bytes) | self.options.written(self.module_path).keep
+        self.kept = kept(graph, 0 if self.ends_early else self.options.keep_bytes, self.options.written(self.module_path).keep)
         keep = self.escaping = markers.escaping(graph) | self.kept
         markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
         self.observe("tagged", graph, "joint")
 
     def _may_escape(self, gm: fx.GraphModule, is_backward: bool) -> frozenset[str]:
         """Parameters whose whole value may leave the graph: returned by the program, or kept for backward by the user's wish."""
-        kept = frozenset(s.fqn for s in markers.marker_specs(gm) if not s.reshard)
-        return kept | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
+        wished = frozenset(s.fqn for s in markers.marker_specs(gm) if not s.reshard)
+        return wished | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
 
 
 def _on_gloo(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:

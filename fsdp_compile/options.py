@@ -22,6 +22,11 @@ from fsdp_compile.passes.pipeline import Plan
 from fsdp_compile.passes.schedule import SchedulePlan
 from fsdp_compile.passes.written import Written, read
 
+PACKED_LIMIT = (
+    "limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists twice; use "
+    "collective='coalesced'"
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -83,10 +88,7 @@ class Options:
         if self.transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"option transport must be 'auto' or one of {TRANSPORTS}, got {self.transport!r}")
         if self.limit_all_gathers is not None and self.collective == "packed":
-            raise ValueError(
-                "options limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists "
-                "twice; use collective='coalesced'"
-            )
+            raise ValueError(f"options {PACKED_LIMIT}")
         check_shard_args(prefix="option ", **self.shard_args())
         self._check_types()
         check_inductor(self.inductor)
@@ -100,6 +102,21 @@ class Options:
         if self.plan is not None and not isinstance(self.plan, (Mapping, str, os.PathLike)):
             raise TypeError(f"option plan must be a dict or the name of a JSON file, got {self.plan!r}")
         object.__setattr__(self, "_written", read(self.plan) if self.plan is not None else Written())
+        self._refuse_twice(self._written)  # type: ignore[attr-defined]
+
+    def _refuse_twice(self, written: Written) -> None:
+        """What the plan says, no option may say, too."""
+        both = {
+            "limit_all_gathers": self.limit_all_gathers is not None and written.limit_all_gathers is not None,
+            "keep_bytes": self.keep_bytes > 0 and bool(written.keep),
+            "bucket_modules": bool(self.bucket_modules) and bool(written.buckets),
+            "prefetch": self.prefetch != Options.prefetch and bool(written.prefetch),
+        }
+        for name, twice in both.items():
+            if twice:
+                raise ValueError(f"options {name} and plan both decide this: leave {name} out, or that part of the plan")
+        if written.limit_all_gathers is not None and self.collective == "packed":
+            raise ValueError(f"option plan: {PACKED_LIMIT}")
 
     def _check_types(self) -> None:
         for name in ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes"):
@@ -107,7 +124,7 @@ class Options:
             if name not in ("prefetch", "keep_bytes") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"option {name} must be a whole number, got {value!r}" + _as_bytes(name, value))
+                raise TypeError(f"option {name} must be a whole number, got {value!r}" + as_bytes(value))
         patterns = self.bucket_modules
         if isinstance(patterns, bytes) or not isinstance(patterns, Iterable) or not all(isinstance(x, str) for x in patterns):
             raise TypeError(f"option bucket_modules must be class names or patterns of module names, got {patterns!r}")
@@ -147,7 +164,7 @@ class Options:
         if unknown:
             near = difflib.get_close_matches(unknown[0], module_path, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"option plan: the model has no parameter {unknown[0]!r}{hint}")
+            raise ValueError(f"option plan: the model has no parameter {unknown[0]!r}{hint} (a tied one is known by its first name)")
         return written
 
     def shard_args(self) -> dict[str, Any]:
@@ -156,7 +173,7 @@ class Options:
         return {n: getattr(self, n) for n in names}
 
 
-def _as_bytes(name: str, value: Any) -> str:
+def as_bytes(value: Any) -> str:
     """A hint for sizes given as "25MB"."""
     found = re.fullmatch(r"\s*(\d+)\s*([KMG])i?B?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
     if found is None:

@@ -9,12 +9,14 @@ Made once, before training, without ranks: every rank then reads the same plan.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fsdp_compile.explain import explain
+from fsdp_compile.options import as_bytes
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.planner import choose, keeps, replanner
 from fsdp_compile.passes.simulate import Timeline
@@ -47,24 +49,47 @@ def make_plan(
     take). ``options``: those of the backend that are not decided here. The plan holds for these parameters, whatever the batch; it was
     chosen by these inputs' sizes. Raises ValueError, with the least possible, if nothing fits the budget, and for an option that the plan
     decides."""
+    _check(machine, world_size, memory_budget)
     for name in options:
         if name in (*DECIDED, "plan"):
             raise ValueError(f"{name} is what make_plan decides: leave it out")
     if machine.backend == "gloo":
         options = {"transport": "own", **options}
     exchange = options.get("transport", "native") not in ("native", "auto")
-    default = explain(model, *inputs, world_size=world_size, **options).simulate(machine, "none")
-    budget = default.peak_gathered_bytes if memory_budget is None else memory_budget
-    finest = explain(model, *inputs, world_size=world_size, **options, bucket_bytes=0, prefetch=0, limit_reduce_scatters=1 << 62)
-    works = finest.works
     mode = options.get("collective", "coalesced")
-    if budget < finest.peak_gathered_bytes:
-        raise ValueError(f"no plan keeps gathered weights within {budget} bytes; the least possible is {finest.peak_gathered_bytes}")
-    try:
-        best = choose(replanner(works, mode, exchange), machine, budget, keep=keeps(works))
-    except ValueError:  # fused kernels are indivisible there, so that it sees a little more alive than there is
-        best = {"bucket_bytes": 0, "prefetch": 0, "limit_all_gathers": budget, "keep": ()}
-    limit = best["limit_all_gathers"] if mode == "coalesced" else None
-    decided = {"bucket_bytes": best["bucket_bytes"], "prefetch": best["prefetch"], "limit_all_gathers": limit}
-    report = explain(model, *inputs, world_size=world_size, **options, **decided, plan={"keep": list(best["keep"])})
-    return Planned(report.plan, report, report.simulate(machine, "none"), default, budget)
+
+    def explained(**more: Any) -> tuple[Report, Timeline]:
+        report = explain(model, *inputs, world_size=world_size, **options, **more)
+        return report, report.simulate(machine, "none")
+
+    default, default_time = explained()
+    budget = default_time.peak_gathered_bytes if memory_budget is None else memory_budget
+    if not default.buckets:  # one rank, or nothing that a graph gathers
+        return Planned(default.plan, default, default_time, default_time, budget)
+    finest, finest_time = explained(bucket_bytes=0, prefetch=0, limit_reduce_scatters=1 << 62)
+    if budget < finest_time.peak_gathered_bytes:
+        raise ValueError(
+            f"memory_budget: no plan keeps gathered weights within {budget} bytes; the least possible is {finest_time.peak_gathered_bytes}"
+        )
+    candidates = [(default, default_time), explained(bucket_bytes=0, prefetch=0)]
+    with contextlib.suppress(ValueError):  # replanned events see a little more alive than there is: there may be nothing within the budget
+        best = choose(replanner(finest.works, mode, exchange), machine, budget, keep=keeps(finest.works))
+        decided = {"bucket_bytes": best["bucket_bytes"], "prefetch": best["prefetch"], "plan": {"keep": list(best["keep"])}}
+        if mode == "coalesced":
+            decided["limit_all_gathers"] = best["limit_all_gathers"]
+        candidates.insert(0, explained(**decided))
+    fitting = [c for c in candidates if c[1].peak_gathered_bytes <= budget]
+    report, predicted = min(fitting, key=lambda c: c[1].step)
+    return Planned(report.plan, report, predicted, default_time, budget)
+
+
+def _check(machine: Any, world_size: Any, memory_budget: Any) -> None:
+    if not isinstance(machine, Machine):
+        raise TypeError(
+            "machine must be a Machine, such as fsdp_compile.devices.device('H100') or fsdp_compile.calibrate.load_machine(2), "
+            f"got {machine!r}"
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size must be a whole number, got {world_size!r}")
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
+        raise TypeError(f"memory_budget must be a whole number of bytes, got {memory_budget!r}" + as_bytes(memory_budget))

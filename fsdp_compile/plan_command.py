@@ -27,6 +27,8 @@ def run(
 ) -> None:
     """Write the plan to ``out``. Raises `CommandError`."""
     known = parse_options(options)
+    if not out.parent.is_dir():
+        raise CommandError(f"--out: there is no folder {out.parent}")
     try:
         target = find_machine(machine, world_size, efficiency, tf32)
         model, inputs = build(factory, meta)

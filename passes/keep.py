@@ -17,12 +17,13 @@ from .graph_ops import positions
 from .markers import is_marker, unary_chain
 
 
-def last_used(graph: fx.Graph, nbytes: int) -> frozenset[str]:
-    """FQNs of the parameters that the forward part of a joint graph uses last, as long as they take no more than ``nbytes`` together
-    when gathered. One that alone is larger is passed over. Empty for a graph without a backward part."""
+def kept(graph: fx.Graph, nbytes: int, names: frozenset[str] = frozenset()) -> frozenset[str]:
+    """FQNs of the parameters to keep: those of ``names`` that the backward part of a joint graph reads, and of the others those that the
+    forward part uses last, as long as these take no more than ``nbytes`` together when gathered. One that alone is larger is passed
+    over. Empty for a graph without a backward part."""
     at = positions(graph)
     end = _backward_begins(graph, at)
-    if end is None or nbytes <= 0:
+    if end is None or not (nbytes > 0 or names):
         return frozenset()
     found: list[tuple[int, int, ParamSpec]] = []
     for marker in filter(is_marker, graph.nodes):
@@ -30,10 +31,10 @@ def last_used(graph: fx.Graph, nbytes: int) -> frozenset[str]:
         uses = [at[u] for n in chain for u in n.users if u not in chain]
         if any(i >= end for i in uses):  # backward reads it
             found.append((max((i for i in uses if i < end), default=-1), at[marker], decode(marker.args[1])))
-    out: set[str] = set()
+    out = {spec.fqn for _, _, spec in found if spec.fqn in names}
     left = nbytes
     for _, _, spec in sorted(found, key=lambda f: f[:2], reverse=True):
-        if spec.gathered_bytes > nbytes:
+        if spec.gathered_bytes > nbytes or spec.fqn in out:
             continue
         if spec.gathered_bytes > left:
             break

@@ -80,6 +80,7 @@ def schedule(graph: fx.Graph, plan: SchedulePlan) -> None:
             raise ValueError(
                 f"limit_all_gathers={limit} is too small for this graph: with these buckets its operations need {least} gathered "
                 f"bytes at once; raise it to at least {least}, or make the buckets smaller (bucket_bytes)"
+                + (", or keep fewer weights for backward (keep_bytes)" if any(not g.frees for g in work.gathers) else "")
             )
     set_order(graph, order)
 

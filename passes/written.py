@@ -42,12 +42,16 @@ class Written:
         for where, buckets in self.buckets.items():
             seen: dict[str, int] = {}
             for i, members in enumerate(buckets, 1):
+                if not members:
+                    raise ValueError(f"option plan, {where}: bucket {i} is empty")
                 for fqn in members:
-                    if seen.setdefault(fqn, i) != i:
-                        raise ValueError(f"plan, {where}: {fqn!r} is in two buckets, number {seen[fqn]} and number {i}")
+                    if fqn in seen:
+                        again = "twice in one bucket" if seen[fqn] == i else "in two buckets"
+                        raise ValueError(f"option plan, {where}: {fqn!r} is {again}, number {seen[fqn]} and number {i}")
+                    seen[fqn] = i
         for direction, numbers in self.prefetch.items():
             if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-                raise ValueError(f"plan, {direction} prefetch: whole numbers from 0 on, at least one; got {list(numbers)}")
+                raise ValueError(f"option plan, {direction} prefetch: whole numbers from 0 on, at least one; got {list(numbers)}")
 
     @property
     def fqns(self) -> frozenset[str]:
@@ -71,24 +75,26 @@ def _labels(buckets: Buckets) -> dict[str, str]:
 
 
 def read(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
-    """A dict, or the name of a JSON file, → `Written`. Raises ValueError that says what is wrong, FileNotFoundError for a missing file."""
+    """A dict, or the name of a JSON file, → `Written`. Raises ValueError that says what is wrong."""
     if not isinstance(plan, Mapping):
         try:
             plan = json.loads(Path(plan).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"plan {plan}: not JSON: {error}") from error
+        except OSError as error:
+            raise ValueError(f"option plan: {plan} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"option plan: {plan} is not JSON: {error}") from error
         if not isinstance(plan, Mapping):
-            raise ValueError(f"plan: a JSON object is expected, not {type(plan).__name__}")
+            raise ValueError(f"option plan: a JSON object is expected, not {type(plan).__name__}")
     _refuse_unknown("", plan, (*_PARTS, "keep", "limit_all_gathers"))
     limit = plan.get("limit_all_gathers")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
-        raise ValueError(f"plan, limit_all_gathers: a number of bytes is expected, got {limit!r}")
+        raise ValueError(f"option plan, limit_all_gathers: a number of bytes is expected, got {limit!r}")
     buckets: dict[str, Buckets] = {}
     prefetch: dict[str, tuple[int, ...]] = {}
     for direction, parts in _PARTS.items():
         given = plan.get(direction, {})
         if not isinstance(given, Mapping):
-            raise ValueError(f"plan, {direction}: an object with {', '.join(parts)} is expected, got {given!r}")
+            raise ValueError(f"option plan, {direction}: an object with {', '.join(parts)} is expected, got {given!r}")
         _refuse_unknown(f", {direction}", given, parts)
         for kind in ("gather", "reduce"):
             if kind in given:
@@ -102,18 +108,18 @@ def read(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
 def _refuse_unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"plan{where}: unknown part {name!r}; there are: {', '.join(known)}")
+            raise ValueError(f"option plan{where}: unknown part {name!r}; there are: {', '.join(known)}")
 
 
 def _buckets(where: str, given: Any) -> Buckets:
     if not isinstance(given, (list, tuple)):
-        raise ValueError(f"plan, {where}: a list of buckets is expected, each a list of FQNs; got {given!r}")
+        raise ValueError(f"option plan, {where}: a list of buckets is expected, each a list of FQNs; got {given!r}")
     return tuple(_names(f"{where}, bucket {i}", members) for i, members in enumerate(given, 1))
 
 
 def _names(where: str, given: Any) -> tuple[str, ...]:
     if not isinstance(given, (list, tuple)) or not all(isinstance(x, str) for x in given):
-        raise ValueError(f"plan, {where}: a list of FQNs is expected, got {given!r}")
+        raise ValueError(f"option plan, {where}: a list of FQNs is expected, got {given!r}")
     return tuple(given)
 
 

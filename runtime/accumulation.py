@@ -43,7 +43,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
             if not requires_gradient_sync:
                 held[name] = _collector(p), None
             elif (grad := _take(p)) is not None:
-                held[name] = grad, p._fsdp_ticket
+                held[name] = grad, p.__dict__["_fsdp_ticket"]
         m.__dict__["_fsdp_accumulate"] = held or None
 
 

@@ -24,7 +24,7 @@ from fsdp_compile.passes.bucket import BucketPlan, bucket
 from fsdp_compile.passes.exchange import ALL_TO_ALLS, SENT_GATHERS, exchange
 from fsdp_compile.passes.graph_ops import FREE, REDUCE_GRAD, UNSHARD, c10d
 from fsdp_compile.passes.insert import Inserted, insert
-from fsdp_compile.passes.keep import last_used
+from fsdp_compile.passes.keep import kept as keep_of
 from fsdp_compile.passes.pipeline import Plan, Scheduled, run_passes
 from fsdp_compile.passes.schedule import SchedulePlan, schedule
 from torch import Tensor, fx
@@ -129,7 +129,7 @@ def capture(program: Program, style: str = "fx", grad: bool = True, keep_bytes: 
 
     def joint(graph: fx.Graph) -> None:
         got.joint = copy.deepcopy(graph)
-        got.escaping = keep = markers.escaping(graph) | last_used(graph, keep_bytes)
+        got.escaping = keep = markers.escaping(graph) | keep_of(graph, keep_bytes)
         markers.tag_joint(graph, compat.set_recompute, lambda s: not s.reshard or s.fqn in keep)
 
     def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Any], Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_compile.passes.keep import last_used
+from fsdp_compile.passes.keep import kept as keep_of
 from fsdp_compile.passes.pipeline import collective_table
 from graphs import Captured, Program, Read, assert_same, capture, chain, plan_of, reference, scheduled, spec, train
 
@@ -40,7 +40,7 @@ def big_head(read: Read, x: Any) -> Any:
 def test_one_too_large_is_passed_over() -> None:
     program = Program(big_head, (spec("first", 3, 3), spec("second", 3, 3), spec("head", 3, 90)), (torch.empty(2, 3, dtype=torch.float64),))
     got = capture(program, keep_bytes=ONE)
-    assert got.joint is not None and last_used(got.joint, ONE) == {"second"}
+    assert got.joint is not None and keep_of(got.joint, ONE) == {"second"}
     assert gathers(got, "backward") == ["head"]
 
 
@@ -50,15 +50,15 @@ def reused(read: Read, x: Any) -> Any:
     return x @ read("tied").t()
 
 
-def test_a_tied_weight_counts_where_it_is_last_used() -> None:
+def test_a_tied_weight_counts_where_it_is_keep_of() -> None:
     program = Program(reused, (spec("tied", 3, 3), spec("middle", 3, 3)), (torch.empty(2, 3, dtype=torch.float64),))
     got = capture(program, keep_bytes=ONE)
-    assert got.joint is not None and last_used(got.joint, ONE) == {"tied"}
+    assert got.joint is not None and keep_of(got.joint, ONE) == {"tied"}
     assert gathers(got, "backward") == ["middle"]
     assert_same(train(program, plan_of(0), got), reference(program))
 
 
 def test_nothing_to_keep_without_a_backward() -> None:
     got = capture(chain(2), grad=False, keep_bytes=1 << 20)
-    assert got.joint is None or last_used(got.joint, 1 << 20) == frozenset()
+    assert got.joint is None or keep_of(got.joint, 1 << 20) == frozenset()
     assert gathers(got, "forward") == ["layer0.w0", "layer1.w0"]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp_compile import explain, make_plan
 from fsdp_compile.bench_model import example_file, load_file
 from fsdp_compile.cli import main
+from fsdp_compile.devices import device
 from fsdp_compile.plan import Planned
 
 MACHINE = Machine("cpu", Rates({"float32": 6e10}, 1e10, 3e-6), {"any": Link(5e-4, 1.2e8)}, backend="gloo", interference=0.3)
@@ -70,6 +71,49 @@ def test_the_plan_is_what_was_predicted() -> None:
     ]
 
 
+class Broken(nn.Module):
+    """Two graphs, of which the first ends early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return self.b(h)
+
+
+@pytest.mark.parametrize("make", [models.mlp, Broken])
+@pytest.mark.parametrize("collective", ["coalesced", "packed"])
+def test_never_slower_than_the_default_where_that_fits(make: Any, collective: str) -> None:
+    x = torch.zeros(4, 10 if make is models.mlp else 40)
+    args: dict[str, Any] = {"machine": device("H100"), "world_size": 2, "lowering": "fx", "collective": collective}
+    got = make_plan(make(), x, **args)
+    assert got.predicted.step <= got.default.step
+    least = explain(make(), x, world_size=2, lowering="fx", collective=collective, bucket_bytes=0, prefetch=0).peak_gathered_bytes
+    assert make_plan(make(), x, memory_budget=least, **args).predicted.peak_gathered_bytes <= least
+
+
+def test_one_rank_gathers_nothing() -> None:
+    got = make_plan(models.mlp(), torch.zeros(2, 10), machine=MACHINE, world_size=1, lowering="fx")
+    assert got.predicted.peak_gathered_bytes == 0 and got.plan["forward"]["gather"] == []
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ({"machine": "H100"}, r"machine must be a Machine, such as .*device\('H100'\)"),
+        ({"machine": MACHINE, "memory_budget": "6MB"}, r"memory_budget must be a whole number of bytes, got '6MB' \(write 6291456\)"),
+        ({"machine": MACHINE, "memory_budget": 1e6}, "memory_budget must be a whole number"),
+        ({"machine": MACHINE, "world_size": 2.0}, "world_size must be a whole number"),
+    ],
+)
+def test_wrong_types_are_named(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_plan(models.mlp(), torch.zeros(2, 10), **args)
+
+
 @pytest.mark.parametrize("name", ["bucket_bytes", "prefetch", "keep_bytes", "plan"])
 def test_what_it_decides_cannot_be_given(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is what make_plan decides"):
@@ -112,6 +156,7 @@ def test_command(tmp_path) -> None:
         (("--machine", "abacus"), "no published figures for 'abacus'"),
         (("--options", '{"prefetch": 1}'), "prefetch is what make_plan decides"),
         (("--options", '{"prefetsch": 1}'), "unknown option 'prefetsch'"),
+        (("--out", "/no/folder/plan.json"), "--out: there is no folder /no/folder"),
     ],
 )
 def test_command_says_what_is_wrong(args: tuple[str, ...], message: str, tmp_path) -> None:

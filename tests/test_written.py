@@ -8,11 +8,13 @@ from typing import Any
 
 import models
 import pytest
+import torch
 from fsdp_compile.passes.pipeline import Plan
 from fsdp_compile.passes.schedule import SchedulePlan
 from fsdp_compile.passes.written import Written, read
 from graphs import assert_same, capture, chain, plan_of, reference, train
 from parity import Case, check
+from torch import Tensor, nn
 
 from fsdp_compile import explain
 from fsdp_compile.options import parse
@@ -46,7 +48,7 @@ def test_a_plan_by_hand_is_honoured(tmp_path) -> None:
 
 def test_what_explain_prints_is_the_plan() -> None:
     first = report(bucket_bytes=300, prefetch=1, keep_bytes=400)
-    again = report(plan=json.loads(json.dumps(first.plan)), bucket_bytes=1 << 30, prefetch=3)
+    again = report(plan=json.loads(json.dumps(first.plan)), bucket_bytes=1 << 30)
     assert first.plan == again.plan | {d: {**again.plan[d], "prefetch": 1} for d in ("forward", "backward")}
     assert [(b.direction, b.kind, b.parameters, b.launch, b.wait) for b in first.buckets] == [
         (b.direction, b.kind, b.parameters, b.launch, b.wait) for b in again.buckets
@@ -87,6 +89,8 @@ BAD: dict[str, tuple[Mapping[str, Any], str]] = {
     "no buckets": ({"forward": {"gather": "a"}}, "plan, forward gather: a list of buckets"),
     "no names": ({"forward": {"gather": ["a"]}}, "plan, forward gather, bucket 1: a list of FQNs"),
     "twice": ({"forward": {"gather": [["a"], ["b", "a"]]}}, "'a' is in two buckets, number 1 and number 2"),
+    "in one bucket": ({"forward": {"gather": [["a", "a"]]}}, "'a' is twice in one bucket"),
+    "empty bucket": ({"backward": {"reduce": [["a"], []]}}, "option plan, backward reduce: bucket 2 is empty"),
     "prefetch": ({"backward": {"prefetch": [1, -1]}}, "plan, backward prefetch: whole numbers from 0 on"),
     "no prefetch": ({"backward": {"prefetch": []}}, "at least one"),
     "keep": ({"keep": "a"}, "plan, keep: a list of FQNs"),
@@ -104,14 +108,64 @@ def test_mistakes_are_named(what: str) -> None:
 def test_mistakes_in_a_file_and_in_names(tmp_path) -> None:
     file = tmp_path / "plan.json"
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"plan\.json: not JSON"):
+    with pytest.raises(ValueError, match=r"option plan: .*plan\.json is not JSON"):
         parse({"plan": file})
-    with pytest.raises(FileNotFoundError):
-        parse({"plan": str(tmp_path / "none.json")})
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    for name, said in (("none.json", "No such file"), ("", "Is a directory"), ("binary.json", "is not JSON")):
+        with pytest.raises(ValueError, match=f"option plan: .*{said}"):
+            parse({"plan": str(tmp_path / name)})
     with pytest.raises(TypeError, match="option plan must be a dict"):
         parse({"plan": 3})
     with pytest.raises(ValueError, match=r"has no parameter 'a\.wight'; did you mean 'a\.weight'"):
         report(plan={"keep": ["a.wight"]})
+
+
+LIMIT = {"limit_all_gathers": 9000}
+
+
+@pytest.mark.parametrize(
+    "plan, options, message",
+    [
+        (LIMIT, LIMIT, "options limit_all_gathers and plan both decide this"),
+        (LIMIT, {"collective": "packed"}, "option plan: limit_all_gathers and collective='packed' exclude each other"),
+        (HAND, {"prefetch": 5}, "options prefetch and plan both"),
+        (HAND, {"keep_bytes": 5}, "options keep_bytes and plan both"),
+        (HAND, {"bucket_modules": ("Linear",)}, "options bucket_modules and plan both"),
+    ],
+)
+def test_nothing_is_said_twice(plan: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse({"plan": plan, **options})
+
+
+class Tied(nn.Module):
+    """``b`` is ``a``'s weight under another name and has no bias; ``unused`` is in no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def test_names_that_stand_for_no_parameter_of_their_own() -> None:
+    for name in ("b.weight", "b.bias", "b"):
+        with pytest.raises(ValueError, match=f"the model has no parameter '{name}'.*known by its first name"):
+            explain(Tied(), torch.zeros(2, 4), lowering="fx", plan={"keep": [name]})
+
+
+def test_kept_is_what_is_kept() -> None:
+    plan = {"keep": ["a.weight", "unused.weight"]}
+    assert explain(Tied(), torch.zeros(2, 4), lowering="fx", plan=plan).kept == {"a.weight"}
+    with torch.no_grad():
+        assert explain(Tied(), torch.zeros(2, 4), lowering="fx", plan=plan).kept == frozenset()
+
+
+def test_what_is_kept_is_blamed_for_a_limit() -> None:
+    with pytest.raises(Exception, match="or keep fewer weights for backward"):
+        report(keep_bytes=1 << 20, limit_all_gathers=800, bucket_bytes=0)
 
 
 @pytest.mark.parametrize("options", [{"plan": HAND}, {"keep_bytes": 1 << 20}], ids=["plan", "keep_bytes"])
