@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,8 @@ class _Guarded:
         self.title = f"{schedule.direction} graph {frame.index}"
         # By group: one of its parameters, and what the graph will do there. The title has no part in what is compared.
         self.turns = {s.group: (s, tuple(c.signature() for c in schedule.collectives if c.group == s.group)) for s in specs}
-        self.known: dict[str, dist.ProcessGroup] = {}
+        # Weak: compiled code outlives its groups (Dynamo leaves it in the globals of the module), and a group has threads.
+        self.known: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 
     def wrapped(self) -> Callable[..., Any]:
         fn = self.fn

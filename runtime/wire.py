@@ -36,9 +36,10 @@ _MOST_TAGS = 1 << 30
 
 @dataclass
 class Wire:
-    """How a group's own collectives travel. Every rank counts launches alike, because all launch in one order (`order`)."""
+    """How a group's own collectives travel: on it, in turn with ``second``. Every rank counts launches alike, because all launch in one
+    order (`order`). Without a reference to the group itself, which lives as long as this entry would keep it."""
 
-    lanes: tuple[dist.ProcessGroup, ...]
+    second: dist.ProcessGroup | None = None
     slow: bool = False
     turns: Iterator[int] = field(default_factory=itertools.count)
 
@@ -51,7 +52,7 @@ def lay(group: dist.ProcessGroup, second: dist.ProcessGroup) -> Wire:
     decided by rank 0. All ranks must call this."""
     slow = torch.tensor([float(_bytes_per_second(group) < SLOW)])
     dist.broadcast(slow, dist.get_global_rank(group, 0), group=group)
-    wire = _wires[group] = Wire((group, second), bool(slow.item()))
+    wire = _wires[group] = Wire(second, bool(slow.item()))
     return wire
 
 
@@ -66,16 +67,20 @@ def _bytes_per_second(group: dist.ProcessGroup) -> float:
     return 4 * _PROBE * (world - 1) / took
 
 
-def _wire(name: str) -> Wire:
+def _wire(name: str) -> tuple[dist.ProcessGroup, Wire]:
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return _wires.get(group) or _wires.setdefault(group, Wire((group,)))
+    return group, _wires.get(group) or _wires.setdefault(group, Wire())
 
 
-def _send_recv(wire: Wire, sent: list[list[Tensor]], received: list[list[Tensor]], outs: list[Tensor]) -> None:
+def _lane(group: dist.ProcessGroup, wire: Wire) -> dist.ProcessGroup:
+    """The group for the next collective."""
+    return group if wire.second is None or next(wire.turns) % 2 == 0 else wire.second
+
+
+def _send_recv(group: dist.ProcessGroup, wire: Wire, sent: list[list[Tensor]], received: list[list[Tensor]], outs: list[Tensor]) -> None:
     """Start sending ``sent[i][r]`` to every other rank ``r`` and receiving from it into ``received[i][r]``, a part of ``outs[i]``.
 
     Receives are posted first, so that both directions of the link are busy. Each message has a tag of its own."""
-    group = wire.lanes[0]
     rank, world = group.rank(), group.size()
     tags = [next(wire.turns) % _MOST_TAGS for _ in outs]
     for peer in (p % world for p in range(rank - 1, rank - world, -1)):
@@ -89,11 +94,11 @@ def _send_recv(wire: Wire, sent: list[list[Tensor]], received: list[list[Tensor]
 
 
 def _all_gather_coalesced(xs: list[Tensor], world: int, group: str) -> list[Tensor]:
-    outs, wire = [x.new_empty(world * x.numel()) for x in xs], _wire(group)
+    outs, (pg, wire) = [x.new_empty(world * x.numel()) for x in xs], _wire(group)
     if wire.slow:
-        _send_recv(wire, [[x] * world for x in xs], [list(o.chunk(world)) for o in outs], outs)
+        _send_recv(pg, wire, [[x] * world for x in xs], [list(o.chunk(world)) for o in outs], outs)
     else:
-        work = wire.lanes[next(wire.turns) % len(wire.lanes)].allgather_into_tensor_coalesced(outs, xs)
+        work = _lane(pg, wire).allgather_into_tensor_coalesced(outs, xs)
         for out in outs:
             compat.register_work(out, work)
     return outs
@@ -104,11 +109,11 @@ def _all_gather(x: Tensor, world: int, group: str) -> Tensor:
 
 
 def _all_to_all(x: Tensor, world: int, group: str) -> Tensor:
-    out, wire = torch.empty_like(x), _wire(group)
+    out, (pg, wire) = torch.empty_like(x), _wire(group)
     if wire.slow:
-        _send_recv(wire, [list(x.chunk(world))], [list(out.chunk(world))], [out])
+        _send_recv(pg, wire, [list(x.chunk(world))], [list(out.chunk(world))], [out])
     else:
-        compat.register_work(out, wire.lanes[next(wire.turns) % len(wire.lanes)].alltoall_base(out, x, [], []))
+        compat.register_work(out, _lane(pg, wire).alltoall_base(out, x, [], []))
     return out
 
 

@@ -139,6 +139,7 @@ def _run(rank: int, world: int, store: str, pg_timeout_s: float, task: bytes) ->
         fn, args, kwargs = pickle.loads(task)
         files = dist.FileStore(store, world)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timedelta(seconds=pg_timeout_s))
+        dist.barrier()  # a rank with little to do would close its connections before another has made them
         torch.manual_seed(0)
         answer = (True, fn(*args, **kwargs))
         data = pickle.dumps(answer)
@@ -153,12 +154,15 @@ def _clean() -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.tensor.debug
+    from torch.distributed.tensor import _redistribute
 
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # DTensor keeps the meshes of destroyed process groups in here, and gives them to equal meshes made later.
+    # DTensor keeps the meshes of destroyed process groups in here, gives them to equal meshes made later, and so keeps their threads.
     torch.distributed.tensor.debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
     torch.set_default_dtype(torch.float32)
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import models
@@ -75,3 +76,21 @@ def subset_then_all() -> None:
 
 def test_a_subset_of_the_ranks_then_all_of_them(pool):
     pool.run(3, subset_then_all)
+
+
+def trained() -> None:
+    fast = torch.compile(fully_shard(models.mlp()), backend="fsdp", options={"lowering": "fx"})
+    models.square_loss(fast(models.vector_batch(0)[0]), models.vector_batch(0)[1]).backward()
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_threads_end_with_their_process_group(pool):
+    """Although the compiled code stays: Dynamo leaves it in the globals of the module that it was made for."""
+    counts = []
+    for _ in range(3):
+        pool.run(2, trained)
+        counts.append(max(pool.run(2, threads)))
+    assert counts[1] == counts[2], f"{counts} threads after each of three trainings, each with process groups of its own"

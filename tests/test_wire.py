@@ -25,7 +25,9 @@ def moves(slow: bool) -> None:
     mesh, group = resolve_mesh(None, "cpu")
     assert communicator(mesh, 10.0) is group, "a group of ours is its own communicator"
     laid = wire._wires[group]
-    assert len(laid.lanes) == 2 and all(dist.get_backend(g) == BACKEND for g in laid.lanes)
+    assert laid.second is not None and dist.get_backend(laid.second) == dist.get_backend(group) == BACKEND
+    lanes = [wire._lane(group, laid) for _ in range(4)]
+    assert lanes[0] is not lanes[1] and lanes[:2] == lanes[2:]
     decided = [laid.slow] * dist.get_world_size()
     dist.all_gather_object(decided, laid.slow)
     assert len(set(decided)) == 1, "ranks that disagree would wait for each other for ever"
