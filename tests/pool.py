@@ -166,3 +166,4 @@ def _clean() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     torch.set_default_dtype(torch.float32)
     gc.collect()
+    gc.freeze()  # what Dynamo leaves of each test (compiled code in globals) would make every later collection slower
