@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,6 +19,24 @@ def main() -> None:
 
 def _size(name: str, default: int, help: str):
     return click.option(f"--{name}", type=click.IntRange(min=1), default=default, help=help)
+
+
+def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator, in this order in the help."""
+    return lambda command: functools.reduce(lambda fn, option: option(fn), reversed(options), command)
+
+
+_subject = _all(
+    click.argument("factory", metavar="FILE.py:FUNCTION"),
+    _size("world-size", 8, "Ranks to plan for; none of them is started."),
+    click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"mp_policy": "bfloat16"}'."""),
+    click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory."),
+)
+_machine = _all(
+    click.option("--machine", default="calibrated", metavar="NAME", help="'calibrated' (this one), a device such as H100, or a JSON file."),
+    click.option("--efficiency", type=float, default=1.0, help="Share of a device's published rates that is reached."),
+    click.option("--tf32", is_flag=True, help="A device's float32 products run in TF32."),
+)
 
 
 @main.command()
@@ -101,102 +122,51 @@ def bench(
 
 
 @main.command()
-@click.argument("factory", metavar="FILE.py:FUNCTION")
-@_size("world-size", 8, "Ranks to plan for; none of them is started.")
-@click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"mp_policy": "bfloat16"}'.""")
-@click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory.")
+@_subject
 @click.option("--inference", is_flag=True, help="Under no_grad: no backward graph, no reductions.")
 @click.option("--diff", "diffs", multiple=True, metavar="STAGE", help="Show what a pass did to each graph; repeatable.")
 @click.option("--save", type=click.Path(file_okay=False, path_type=Path), help="Write every graph into this folder.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
-def explain(
-    factory: str,
-    world_size: int,
-    options: str | None,
-    meta: bool,
-    inference: bool,
-    diffs: tuple[str, ...],
-    save: Path | None,
-    json_file: Path | None,
-) -> None:
+def explain(**given: Any) -> None:
     """Show what torch.compile(model, backend="fsdp") would do: buckets, memory, traffic, graphs.
 
     FUNCTION takes no arguments and returns (model, inputs), inputs being a tuple. Nothing is launched.
     """
     from . import explain_command
 
-    try:
-        explain_command.run(factory, world_size, options, meta, inference, diffs, save, json_file)
-    except explain_command.CommandError as error:
-        raise click.ClickException(str(error)) from error
+    explain_command.run(**given)
 
 
 @main.command()
-@click.argument("factory", metavar="FILE.py:FUNCTION")
-@_size("world-size", 8, "Ranks to plan for; none of them is started.")
-@click.option("--machine", default="calibrated", metavar="NAME", help="'calibrated' (this one), a device such as H100, or a JSON file.")
-@click.option("--efficiency", type=float, default=1.0, help="Share of a device's published rates that is reached.")
-@click.option("--tf32", is_flag=True, help="A device's float32 products run in TF32.")
+@_subject
+@_machine
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd", "none"]), default="adamw", help="Counted as bytes moved.")
-@click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"mp_policy": "bfloat16"}'.""")
-@click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline here.")
-def predict(
-    factory: str,
-    world_size: int,
-    machine: str,
-    efficiency: float,
-    tf32: bool,
-    optimizer: str,
-    options: str | None,
-    meta: bool,
-    json_file: Path | None,
-) -> None:
+def predict(machine: str, efficiency: float, tf32: bool, **given: Any) -> None:
     """Predict a step: how long it takes, which communication is exposed and why, and the peak of gathered weights.
 
     FUNCTION takes no arguments and returns (model, inputs), inputs being a tuple. Nothing is launched.
     """
-    from . import explain_command, predict_command
+    from . import predict_command
 
-    try:
-        predict_command.run(factory, world_size, options, meta, machine, efficiency, tf32, optimizer, json_file)
-    except explain_command.CommandError as error:
-        raise click.ClickException(str(error)) from error
+    predict_command.run(target=predict_command.Target(machine, efficiency, tf32), **given)
 
 
 @main.command()
-@click.argument("factory", metavar="FILE.py:FUNCTION")
-@_size("world-size", 8, "Ranks to plan for; none of them is started.")
-@click.option("--machine", default="calibrated", metavar="NAME", help="'calibrated' (this one), a device such as H100, or a JSON file.")
-@click.option("--efficiency", type=float, default=1.0, help="Share of a device's published rates that is reached.")
-@click.option("--tf32", is_flag=True, help="A device's float32 products run in TF32.")
+@_subject
+@_machine
 @click.option(
     "--memory-budget", type=click.IntRange(min=1), metavar="BYTES", help="Most gathered weights at once.  [default: as the default options]"
 )
-@click.option("--options", metavar="JSON", help="""Options that the plan does not decide, such as '{"mp_policy": "bfloat16"}'.""")
-@click.option("--meta", is_flag=True, help="Build the model on the meta device: any size, no memory.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("plan.json"), help="Write the plan here.")
-def plan(
-    factory: str,
-    world_size: int,
-    machine: str,
-    efficiency: float,
-    tf32: bool,
-    memory_budget: int | None,
-    options: str | None,
-    meta: bool,
-    out: Path,
-) -> None:
+def plan(machine: str, efficiency: float, tf32: bool, **given: Any) -> None:
     """Decide buckets, prefetch and what to keep for backward by simulation, and write them as a file for option "plan".
 
     FUNCTION takes no arguments and returns (model, inputs), inputs being a tuple. Nothing is launched.
     """
-    from . import explain_command, plan_command
+    from . import plan_command, predict_command
 
-    try:
-        plan_command.run(factory, world_size, options, meta, machine, efficiency, tf32, memory_budget, out)
-    except explain_command.CommandError as error:
-        raise click.ClickException(str(error)) from error
+    plan_command.run(target=predict_command.Target(machine, efficiency, tf32), **given)
 
 
 @main.command()

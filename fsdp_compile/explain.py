@@ -301,6 +301,7 @@ def _untouched(model: nn.Module, meta: bool) -> Iterator[None]:
 
 
 def _report(name: str, subject: _Subject, frames: list[_Explained], opts: Options) -> Report:
+    written = opts.written({})
     stages: list[Stage] = []
     graphs: list[GraphReport] = []
     for i, f in enumerate(frames):  # frames that never ran have been dropped: number the others anew
@@ -315,7 +316,7 @@ def _report(name: str, subject: _Subject, frames: list[_Explained], opts: Option
         stages=tuple(stages),
         graphs=tuple(graphs),
         calls=tuple(f.calls for f in frames),
-        limit_gathers=opts.limit_all_gathers,
-        prefetch=opts.prefetch,
+        limit_gathers=opts.limit_all_gathers if written.limit_all_gathers is None else written.limit_all_gathers,
+        prefetch={d: written.prefetch.get(d, (opts.prefetch,)) for d in ("forward", "backward")},
         kept=frozenset().union(*(f.kept for f in frames)),
     )

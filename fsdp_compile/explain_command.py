@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.console import Console
 from torch import nn
@@ -17,8 +18,8 @@ from fsdp_compile.report import Report
 from fsdp_compile.spec import DTYPES
 
 
-class CommandError(Exception):
-    """Something the user typed is wrong; the message says what."""
+class CommandError(click.ClickException):
+    """Something the user typed is wrong; the message says what. The command line prints it and exits with status 1."""
 
 
 def run(

@@ -19,6 +19,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
+from fsdp_compile.passes.written import Written
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.runtime.order import same_on_all_ranks
@@ -38,6 +39,7 @@ class Frame:
     observe: Callable[[str, fx.Graph, str], None] = lambda stage, graph, direction: None
     lower: bool = True
     escaping: frozenset[str] | None = None  # whose whole value may leave the graph; None: no joint graph was seen (inference)
+    written: Written = field(default_factory=Written)  # option plan
     kept: frozenset[str] = frozenset()  # carried from forward to backward
     ends_early: bool = False  # at a graph break: what it uses last is not what backward uses first
     schedules: list[Scheduled] = field(default_factory=list)
@@ -50,7 +52,7 @@ class Frame:
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
         plan = self.options.passes_plan(self.module_path, _on_gloo(markers.marker_specs(gm), inputs))
-        written = self.options.written(self.module_path)
+        written = self.written = self.options.written(self.module_path)
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             direction = "backward" if is_backward else "forward"
@@ -69,7 +71,7 @@ class Frame:
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
-        self.kept = kept(graph, 0 if self.ends_early else self.options.keep_bytes, self.options.written(self.module_path).keep)
+        self.kept = kept(graph, 0 if self.ends_early else self.options.keep_bytes, self.written.keep)
         keep = self.escaping = markers.escaping(graph) | self.kept
         markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
         self.observe("tagged", graph, "joint")

@@ -10,31 +10,23 @@ from rich.table import Table
 
 from fsdp_compile.explain_command import CommandError, build, parse_options
 from fsdp_compile.plan import Planned, make_plan
-from fsdp_compile.predict_command import find_machine
+from fsdp_compile.predict_command import Target
 from fsdp_compile.text import human_bytes
 
 
 def run(
-    factory: str,
-    world_size: int,
-    options: str | None,
-    meta: bool,
-    machine: str,
-    efficiency: float,
-    tf32: bool,
-    memory_budget: int | None,
-    out: Path,
+    factory: str, world_size: int, options: str | None, meta: bool, target: Target, memory_budget: int | None, out: Path
 ) -> None:
     """Write the plan to ``out``. Raises `CommandError`."""
     known = parse_options(options)
     if not out.parent.is_dir():
         raise CommandError(f"--out: there is no folder {out.parent}")
+    machine = target.find(world_size)
+    model, inputs = build(factory, meta)
     try:
-        target = find_machine(machine, world_size, efficiency, tf32)
-        model, inputs = build(factory, meta)
         with Console(stderr=True).status("simulating plans"):
-            planned = make_plan(model, *inputs, machine=target, world_size=world_size, memory_budget=memory_budget, **known)
-    except (TypeError, ValueError, FileNotFoundError) as error:
+            planned = make_plan(model, *inputs, machine=machine, world_size=world_size, memory_budget=memory_budget, **known)
+    except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
     console = Console()
     console.print(table(planned))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,45 +14,45 @@ from fsdp_compile.passes.machine import Machine, from_json
 from fsdp_compile.timeline_view import draw
 
 
+@dataclass(frozen=True)
+class Target:
+    """The machine that a user names: a published device, "calibrated" (this machine, as measured), or a JSON file."""
+
+    name: str
+    efficiency: float = 1.0
+    tf32: bool = False
+
+    def find(self, world_size: int) -> Machine:
+        """Raises `CommandError`."""
+        try:
+            if self.name == "calibrated":
+                return calibrate.load_machine(world_size)
+            if self.name.endswith(".json"):
+                return from_json(Path(self.name).read_text())
+            return devices.device(self.name, self.tf32, self.efficiency)
+        except FileNotFoundError as error:
+            raise CommandError(str(error)) from error
+        except ValueError as error:
+            more = "" if self.name.endswith(".json") else "; or 'calibrated', or a .json file that calibrate wrote"
+            raise CommandError(f"{error}{more}") from error
+
+
 def run(
-    factory: str,
-    world_size: int,
-    options: str | None,
-    meta: bool,
-    machine: str,
-    efficiency: float,
-    tf32: bool,
-    optimizer: str,
-    json_file: Path | None,
+    factory: str, world_size: int, options: str | None, meta: bool, target: Target, optimizer: str, json_file: Path | None
 ) -> None:
     """Print the predicted step. Raises `CommandError`."""
-    try:
-        target = find_machine(machine, world_size, efficiency, tf32)
-    except (ValueError, FileNotFoundError) as error:
-        raise CommandError(str(error)) from error
+    machine = target.find(world_size)
     report = explained(factory, world_size, options, meta)
     try:
-        timeline = report.simulate(target, optimizer)
+        timeline = report.simulate(machine, optimizer)
     except ValueError as error:
         raise CommandError(str(error)) from error
     console = Console()
     width = max(32, min(120, console.width) - 24) if console.is_terminal else 96
     print(f"{report.model} on {world_size} ranks, {report.parameters:,} parameters")
     print(draw(timeline, width), end="")
-    if target.source:
-        print(f"figures: {target.source}")
+    if machine.source:
+        print(f"figures: {machine.source}")
     if json_file:
         data = asdict(timeline) | {"step": timeline.step, "exposed_seconds": timeline.exposed_seconds}
         json_file.write_text(json.dumps(data | {"peak_gathered_bytes": timeline.peak_gathered_bytes}, indent=1) + "\n")
-
-
-def find_machine(name: str, world_size: int, efficiency: float = 1.0, tf32: bool = False) -> Machine:
-    """A published device, ``calibrated`` (this machine, as measured), or a JSON file. Raises ValueError or FileNotFoundError."""
-    if name == "calibrated":
-        return calibrate.load_machine(world_size)
-    if name.endswith(".json"):
-        return from_json(Path(name).read_text())
-    try:
-        return devices.device(name, tf32, efficiency)
-    except ValueError as error:
-        raise ValueError(f"{error}; or 'calibrated', or a .json file that calibrate wrote") from error

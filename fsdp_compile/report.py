@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,9 @@ class GraphReport:
 @dataclass(frozen=True)
 class Report:
     """The whole model. ``calls[i]``: how often frame ``i`` ran in one forward. Bytes: ``parameter_bytes`` of all sharded
-    parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``, ``prefetch``: the options limit_all_gathers,
-    prefetch. ``kept``: FQNs of weights that stay gathered from forward to backward (`passes.keep`)."""
+    parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``: option limit_all_gathers, or the plan's.
+    ``prefetch``: direction → how many buckets ahead (one number for all, or one for each). ``kept``: FQNs of weights that stay gathered
+    from forward to backward (`passes.keep`)."""
 
     model: str
     world_size: int
@@ -103,7 +104,7 @@ class Report:
     graphs: tuple[GraphReport, ...]
     calls: tuple[int, ...]
     limit_gathers: int | None = None
-    prefetch: int = 2
+    prefetch: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"forward": (2,), "backward": (2,)})
     kept: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -82,7 +82,7 @@ def base_of(work: Work) -> Base:
 
 
 def keepable(bases: Sequence[Base]) -> list[tuple[str, int]]:
-    """FQN and gathered bytes of what `keep.last_used` would keep, in its order: what the last forward graph uses last, if the first
+    """FQN and gathered bytes of what `keep.kept` would keep, in its order: what the last forward graph uses last, if the first
     backward graph gathers it again."""
     forward = [b for b in bases if b.direction == "forward"]
     backward = [b for b in bases if b.direction == "backward"]

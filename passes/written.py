@@ -123,9 +123,9 @@ def _names(where: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def write(rows: Iterable[Row], prefetch: int, keep: Iterable[str], limit: int | None = None) -> dict[str, Any]:
-    """The plan that gives these collectives, each (direction, kind, FQNs) in launch order; `read` takes it back. A parameter that several
-    graphs gather stands where it comes first."""
+def write(rows: Iterable[Row], prefetch: Mapping[str, Sequence[int]], keep: Iterable[str], limit: int | None = None) -> dict[str, Any]:
+    """The plan that gives these collectives, each (direction, kind, FQNs) in launch order, with ``prefetch`` by direction; `read` takes it
+    back. A parameter that several graphs gather stands where it comes first."""
     out: dict[str, Any] = {"forward": {"gather": []}, "backward": {"gather": [], "reduce": []}}
     seen: set[tuple[str, str, str]] = set()
     for direction, kind, fqns in rows:
@@ -135,7 +135,8 @@ def write(rows: Iterable[Row], prefetch: int, keep: Iterable[str], limit: int | 
         if new:
             out[direction][part].append(new)
     for direction in _PARTS:
-        out[direction]["prefetch"] = prefetch
+        numbers = list(prefetch[direction])
+        out[direction]["prefetch"] = numbers if len(numbers) > 1 else numbers[0]
     out["keep"] = sorted(keep)
     if limit is not None:
         out["limit_all_gathers"] = limit

@@ -56,6 +56,14 @@ def vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(**LAYERS, **NO_DROPOUT, image_size=12, patch_size=4, num_labels=5))
 
 
+def qwen3_moe() -> nn.Module:
+    """Experts only, with norms of queries and keys."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts, head_dim=8, num_key_value_heads=1, max_position_embeddings=32))
+
+
 def qwen2_moe() -> nn.Module:
     """Many experts and one that all tokens share, behind a gate."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -162,7 +170,7 @@ def matches(model: nn.Module, x: Tensor) -> Tensor:
     return score[:, None, None] * torch.linspace(-1, 1, VOCAB).expand(1, x.shape[1], VOCAB)
 
 
-TOKENS = (llama, gpt2, bert, mixtral, qwen2_moe, deepseek_v3, mamba, gemma2, falcon, albert)
+TOKENS = (llama, gpt2, bert, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, mamba, gemma2, falcon, albert)
 IMAGES = {vit: 12, convnext: 32, swin: 16}
 NAMED = {  # models that need their inputs by name
     t5: lambda model, x: model(input_ids=x, labels=x).logits,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from fsdp_compile.passes.graph_ops import FREE, set_order
 from fsdp_compile.passes.lower import lower
-from graphs import Ranks, capture, chain, plan_of, scheduled
+from graphs import capture, chain, plan_of, scheduled
+from ranks import Ranks
 from torch import fx
 
 

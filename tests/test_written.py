@@ -49,11 +49,19 @@ def test_a_plan_by_hand_is_honoured(tmp_path) -> None:
 def test_what_explain_prints_is_the_plan() -> None:
     first = report(bucket_bytes=300, prefetch=1, keep_bytes=400)
     again = report(plan=json.loads(json.dumps(first.plan)), bucket_bytes=1 << 30)
-    assert first.plan == again.plan | {d: {**again.plan[d], "prefetch": 1} for d in ("forward", "backward")}
+    assert first.plan == again.plan
     assert [(b.direction, b.kind, b.parameters, b.launch, b.wait) for b in first.buckets] == [
         (b.direction, b.kind, b.parameters, b.launch, b.wait) for b in again.buckets
     ]
     assert first.to_dict()["plan"] == first.plan
+
+
+def test_what_a_plan_said_is_written_down_again() -> None:
+    plan = {**HAND, "limit_all_gathers": 9000}
+    got = report(plan=plan)
+    assert got.limit_gathers == got.plan["limit_all_gathers"] == 9000
+    assert (got.plan["forward"]["prefetch"], got.plan["backward"]["prefetch"], got.plan["keep"]) == ([0, 1], 0, ["b.weight"])
+    assert report(plan=got.plan).plan == got.plan
 
 
 def test_prefetch_for_each_bucket() -> None:
