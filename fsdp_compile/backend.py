@@ -17,7 +17,7 @@ from fsdp_compile import compat
 compat.check_torch_version()
 
 from fsdp_compile.frame import Frame, specs_of  # noqa: E402
-from fsdp_compile.logs import backend_observer, configure, report_break  # noqa: E402
+from fsdp_compile.logs import anybody_watches, backend_observer, configure, report_break  # noqa: E402
 from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
 from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
@@ -45,7 +45,7 @@ def fsdp(
     if shard_owner(plain, opts) if plain else shard_running(opts, fsdp):
         compat.restart_dynamo("fsdp_compile sharded the model")
     refuse_other_sharding(gm, opts, set(options or ()) if not isinstance(options, Options) else set())
-    frame = Frame(next(_frames), opts, module_paths(specs_of(gm)))
+    frame = Frame(next(_frames), opts, module_paths(specs_of(gm)), cached=opts.dump_graphs is None and not anybody_watches())
     frame.observe = backend_observer(frame.index, opts.dump_graphs)
     compiled = frame.compile(gm, example_inputs)
     gathers = [c.nbytes for done in frame.schedules for c in done.collectives if c.kind == "all_gather"]

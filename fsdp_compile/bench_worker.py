@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -18,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from .bench import BenchConfig
 from .bench_model import make_batches, model_factory
 from .bench_modes import LOCAL_MODES, Setting, Trainer, reference_losses
+from .calibrate_worker import rank_progress
+from .launcher import process_group
 
 COMPILED_VARIANTS = 256  # of one function: the modes share code, so theirs add up to more than Dynamo allows
 
@@ -209,25 +209,11 @@ def interface_bytes(table: Path = Path("/proc/net/dev")) -> int | None:
 
 
 def worker(config: BenchConfig) -> dict[str, Any]:
-    """Entry point of a launched rank; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-    torch.set_num_threads(config.threads)
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if config.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if sys.platform == "linux":  # all ranks are on this machine: name no other interface, resolve no host name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Entry point of a launched rank."""
     torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
     torch._dynamo.config.accumulated_recompile_limit = 4 * COMPILED_VARIANTS
-    timeout = timedelta(seconds=config.timeout)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    try:
+    with process_group(config.device, config.threads, config.timeout) as device:
         # Ranks meet here while others still wait for a broken mode's collective, so it has more patience.
-        control = dist.new_group(backend="gloo", timeout=2 * timeout + timedelta(seconds=60))
-        rank = dist.get_rank()
-        console = Console(stderr=True, quiet=rank != 0)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, disable=rank != 0, transient=True) as progress:
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * config.timeout + 60))
+        with rank_progress() as progress:
             return Bench(config, device, control, progress).run()
-    finally:
-        dist.destroy_process_group()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compile.runtime.communicator import communicator, is_gloo
 
 from .calibrate import CalibrateConfig, Point, device_name
+from .launcher import process_group
 
 c10d = torch.ops._c10d_functional
 COALESCED = 4  # tensors in a coalesced collective
@@ -38,10 +37,13 @@ SHARED_SECONDS = 0.4  # of collectives and of compute, run beside each other
 
 
 class Calibration:
-    """One rank's measurements. ``group``: the communicator that a model's collectives would run on."""
+    """One rank's measurements. ``group``: the communicator that a model's collectives would run on; ``control``: where ranks meet between
+    measurements (None: the default group)."""
 
-    def __init__(self, config: CalibrateConfig, device: torch.device, group: dist.ProcessGroup, progress: Progress) -> None:
-        self.config, self.device, self.group, self.progress = config, device, group, progress
+    def __init__(
+        self, config: CalibrateConfig, device: torch.device, group: dist.ProcessGroup, progress: Progress, control: Any = None
+    ) -> None:
+        self.config, self.device, self.group, self.progress, self.control = config, device, group, progress, control
         self.world = config.nproc
 
     def run(self) -> tuple[list[Point], dict[str, Any]]:
@@ -62,7 +64,7 @@ class Calibration:
         shared = self._interference()
         self.progress.advance(bar)
         ranks: list[Any] = [None] * self.world
-        dist.all_gather_object(ranks, ([p.seconds for p in mine], flops, memory, launch, shared))
+        dist.all_gather_object(ranks, ([p.seconds for p in mine], flops, memory, launch, shared), group=self.control)
         slowest = [max(each) for each in zip(*(r[0] for r in ranks))]
         points = [Point(p.kind, p.lowering, p.dtype, p.nbytes, s) for p, s in zip(mine, slowest)]
         measured = {
@@ -141,7 +143,7 @@ class Calibration:
 
     def _timed(self, action: Callable[[], Any]) -> float:
         """Seconds of an action that all ranks start together."""
-        dist.barrier()
+        dist.barrier(self.control)
         self._finish()
         began = time.perf_counter()
         action()
@@ -178,7 +180,7 @@ class Calibration:
     def _agreed(self, seconds: float) -> float:
         """The largest of all ranks' values: they must take the same branches."""
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, seconds)
+        dist.all_gather_object(values, seconds, group=self.control)
         return max(values)
 
     def _stream(self) -> float:
@@ -234,21 +236,18 @@ class Calibration:
 
 
 def worker(config: CalibrateConfig) -> tuple[list[Point], dict[str, Any]]:
-    """Entry point of a launched rank; the launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-    torch.set_num_threads(config.threads)
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if config.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if sys.platform == "linux":  # all ranks are on this machine: name no other interface, resolve no host name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(config.backend, timeout=timedelta(seconds=config.timeout))
-    try:
+    """Entry point of a launched rank."""
+    with process_group(config.device, config.threads, config.timeout) as device:
         group = communicator(init_device_mesh(config.device, (config.nproc,)), config.timeout)
-        rank = dist.get_rank()
-        console = Console(stderr=True, quiet=rank != 0)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, disable=rank != 0, transient=True) as progress:
+        with rank_progress() as progress:
             return Calibration(config, device, group, progress).run()
-    finally:
-        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def rank_progress() -> Iterator[Progress]:
+    """A progress bar on rank 0; elsewhere one that shows nothing."""
+    rank = dist.get_rank()
+    console = Console(stderr=True, quiet=rank != 0)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=rank != 0, transient=True) as progress:
+        yield progress

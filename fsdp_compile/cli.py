@@ -38,6 +38,16 @@ _machine = _all(
     click.option("--tf32", is_flag=True, help="A device's float32 products run in TF32."),
 )
 
+_decoder = _all(
+    _size("layers", 4, "Blocks of the decoder."),
+    _size("dim", 256, "Width of the decoder."),
+    _size("heads", 4, "Attention heads."),
+    _size("ffn", 688, "Inner width of the feed-forward layers."),
+    _size("vocab", 512, "Vocabulary."),
+    _size("seq", 128, "Tokens of a sequence."),
+    _size("batch", 4, "Sequences in a rank's batch."),
+)
+
 
 @main.command()
 @click.option("--modes", default="single,single_compile,ddp,fsdp2,fsdp2_compile,fsdp", help="What to compare.")
@@ -45,13 +55,7 @@ _machine = _all(
 @_size("steps", 4, "Timed steps in each visit of a mode.")
 @_size("rounds", 3, "Visits of each mode, interleaved with the others.")
 @_size("warmup", 3, "Untimed steps of each mode at first; the first of them compiles.")
-@_size("layers", 4, "Blocks of the decoder.")
-@_size("dim", 256, "Width of the decoder.")
-@_size("heads", 4, "Attention heads.")
-@_size("ffn", 688, "Inner width of the feed-forward layers.")
-@_size("vocab", 512, "Vocabulary.")
-@_size("seq", 128, "Tokens of a sequence.")
-@_size("batch", 4, "Sequences in a rank's batch.")
+@_decoder
 @click.option("--model", metavar="FILE.py:FUNCTION", help="Factory of another model, called with the sizes by keyword.")
 @click.option("--options", metavar="JSON", help="""Options of the fsdp backend, such as '{"prefetch": 2}'.""")
 @click.option("--lowering", type=click.Choice(["inductor", "fx"]), help="How the fsdp backend runs its graphs.")
@@ -87,6 +91,7 @@ def bench(
     from rich.console import Console
 
     from . import bench as measuring
+    from . import launcher
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,6 +115,8 @@ def bench(
         report = measuring.run(config)
     except measuring.BenchError as error:
         raise click.ClickException(str(error)) from error
+    if not launcher.speaks():
+        return
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)  # a file or a log has no width of its own
@@ -186,6 +193,7 @@ def calibrate(nproc: int, device: str, threads: int | None, repeats: int, larges
 
     from . import bench as measuring
     from . import calibrate as calibrating
+    from . import launcher
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -195,6 +203,8 @@ def calibrate(nproc: int, device: str, threads: int | None, repeats: int, larges
         machine = calibrating.run(config)
     except (ValueError, measuring.BenchError) as error:
         raise click.ClickException(str(error)) from error
+    if not launcher.speaks():
+        return
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -202,6 +212,49 @@ def calibrate(nproc: int, device: str, threads: int | None, repeats: int, larges
     console.print(f"kept in {calibrating.save(machine, config)}", soft_wrap=True)
     if json_file:
         json_file.write_text(machine.to_json() + "\n")
+
+
+@main.command()
+@_size("nproc", 2, "Ranks to start on this machine.")
+@_size("steps", 4, "Timed steps in each visit.")
+@_size("rounds", 3, "Visits of each set of options, interleaved.")
+@_decoder
+@click.option("--options", "variants", multiple=True, metavar="JSON", help="Options to compare; repeatable.  [default: three bucket sizes]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="gloo on cpu, nccl on cuda.")
+@click.option("--threads", type=int, default=None, help="Threads of each rank.  [default: cores / nproc]")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample here.")
+def validate(
+    nproc: int, steps: int, rounds: int, variants: tuple[str, ...], device: str, threads: int | None, json_file: Path | None, **sizes: int
+) -> None:
+    """Measure this machine, then compare predicted steps with measured ones: time, and peak of gathered weights.
+
+    Under torchrun it runs on the ranks that torchrun started, on whatever hosts.
+    """
+    import json
+    from dataclasses import asdict
+
+    import torch
+    from rich.console import Console
+
+    from . import bench as measuring
+    from . import launcher
+    from . import validate as validating
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    per_rank = threads if threads is not None else max(1, (os.cpu_count() or 1) // nproc)
+    try:
+        chosen = tuple(measuring.parse_options(v) for v in variants) or validating.BUCKETS
+        config = validating.ValidateConfig(nproc, steps, rounds, measuring.Sizes(**sizes), chosen, device, per_rank)
+        rows = validating.run(config)
+    except (ValueError, measuring.BenchError) as error:
+        raise click.ClickException(str(error)) from error
+    if not launcher.speaks():
+        return
+    console = Console()
+    validating.show(rows, config, console if console.is_terminal else Console(width=140))
+    if json_file:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

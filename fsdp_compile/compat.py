@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.live import instances
 
-# transform(graph_module, is_backward) rewrites a graph in place and returns a wrapper for the function compiled from it.
-Transform = Callable[[torch.fx.GraphModule, bool], Callable[[Callable[..., Any]], Callable[..., Any]]]
+# transform(graph_module, is_backward) rewrites a graph in place and returns a payload (picklable, if AOTAutograd's cache is used), from
+# which attach(payload, function) makes what belongs around the function compiled from that graph.
+Transform = Callable[[torch.fx.GraphModule, bool], Any]
+Attach = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+# try_out(joint, forward, backward) sees a trial partition of the joint graph, and may tag the joint graph for the real one.
+TryOut = Callable[[torch.fx.GraphModule, torch.fx.GraphModule, torch.fx.GraphModule], None]
 
 CHECKED = ("2.13",)
 SUPPORTED = ("2.11", "2.12", "2.13", "2.14")
@@ -139,23 +144,35 @@ def inside_ddp() -> bool:
 # --- Inductor and AOTAutograd -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class InductorSettings:
+    """``config``: torch._inductor.config values. ``cached``: AOTAutograd's cache may skip all passes; ``decided_by`` names everything that
+    they decide by beside the graph and ``config``. ``lower=False``: stop before Inductor and run the graphs as FX (for `explain`)."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    decided_by: str = ""
+    cached: bool = False
+    lower: bool = True
+
+
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     transform: Transform,
+    attach: Attach,
     joint_pass: Callable[[torch.fx.Graph], None],
-    joint_uuid: str,
-    config: dict[str, Any],
-    lower: bool = True,
+    settings: InductorSettings,
+    try_out: TryOut | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph through AOTAutograd and Inductor.
 
     ``transform(graph_module, is_backward)`` rewrites each forward, backward or inference graph in place before Inductor sees it, so
     that the FX graph cache is keyed by the transformed graph. ``joint_pass`` runs on the joint graph before partitioning.
-    ``lower=False`` stops after ``transform`` and runs the graph as FX (for `explain`).
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+    from fsdp_compile import compat_cache
 
     register_collectives()
 
@@ -164,28 +181,32 @@ def compile_inductor(
             joint_pass(graph)
 
         def uuid(self) -> str:
-            return joint_uuid
+            return f"fsdp_compile {settings.decided_by}"
+
+    class _Partitioner(CustomPartitionerFn):
+        def __call__(self, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return _partition(joint, joint_inputs, try_out, **kwargs)
+
+        def uuid(self) -> str:
+            return "fsdp_compile"  # the joint pass's says the rest
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        wrap = transform(graph_module, bool(kwargs.get("is_backward", False)))
-        if not lower:
-            return make_boxed(graph_module)
-        out = compile_fx_inner(graph_module, example_inputs, **kwargs)
-        if getattr(out, "current_callable", None) is not None:
-            out.current_callable = wrap(out.current_callable)  # type: ignore[attr-defined]
-        return out
+        payload = transform(graph_module, bool(kwargs.get("is_backward", False)))
+        if not settings.lower:
+            return attach(payload, make_boxed(graph_module))
+        with compat_cache.unbundled():
+            return compat_cache.Sealed(compile_fx_inner(graph_module, example_inputs, **kwargs), payload, attach)
 
     patches = {
         # The final FX order is the schedule; the memory reorder would undo the prefetch exactly when weights are freed early.
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
         "reorder_for_compute_comm_overlap": False,
-        **config,
+        **settings.config,
         "joint_custom_pre_pass": _JointPass(),
+        **({"custom_partitioner_fn": _Partitioner()} if try_out else {}),
     }
-    # AOTAutograd's own cache would skip `transform` and its key knows nothing of our options; Inductor's FX graph cache,
-    # keyed by the transformed graph, stays on.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with compat_cache.bundled(settings.cached and settings.lower), compat_cache.attaching(attach):
         return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type,return-value]
 
 
@@ -225,21 +246,22 @@ def compile_fx_graphs(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     transform: Transform,
+    attach: Attach,
     joint_pass: Callable[[torch.fx.Graph], None],
+    try_out: TryOut | None = None,
 ) -> Callable[..., Any]:
     """Like `compile_inductor`, but run the transformed graphs as they stand, with eager's own kernels and no decomposition."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         joint_pass(joint.graph)
         joint.recompile()
-        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        return _partition(joint, joint_inputs, try_out, **kwargs)
 
     def compiler(is_backward: bool) -> Callable[..., Any]:
         def run(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
-            wrap = transform(graph_module, is_backward)
-            return wrap(make_boxed(graph_module))
+            payload = transform(graph_module, is_backward)
+            return attach(payload, make_boxed(graph_module))
 
         return run
 
@@ -251,6 +273,15 @@ def compile_fx_graphs(
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )(gm, list(inputs))
+
+
+def _partition(joint: torch.fx.GraphModule, joint_inputs: Any, try_out: TryOut | None, **kwargs: Any) -> Any:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    if try_out is not None:
+        trial = torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        try_out(joint, *min_cut_rematerialization_partition(trial, joint_inputs, **kwargs))
+    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
 def set_recompute(node: torch.fx.Node, keep: bool, graph_id: int = 1 << 40) -> None:

@@ -62,6 +62,8 @@ def explain(
     opts = parse(options)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if opts.automatic:
+        raise ValueError("explain knows no machine to plan for: make a plan with make_plan(model, *inputs, machine=...) and explain that")
     model = compat.original_module(model)
     subject = _sharded(model, opts) if state_of(model) is not None else _plain(model, opts, world_size)
     meta = any(p.is_meta for p in model.parameters())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
 import os
 import re
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile import compat
+from fsdp_compile import compat, passes, runtime
+from fsdp_compile.autoplan import Automatic, Decision, decide, machine_of
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
@@ -26,8 +31,6 @@ from fsdp_compile.runtime.order import same_on_all_ranks
 from fsdp_compile.spec import ParamSpec
 
 _COLLECTIVE = re.compile(r"ops\._c10d_functional\.|ops\.fsdp_compile\.all_")
-_JOINT_VERSION = "fsdp_compile.joint.1"
-
 
 @dataclass
 class Frame:
@@ -38,9 +41,12 @@ class Frame:
     module_path: dict[str, tuple[str, ...]]
     observe: Callable[[str, fx.Graph, str], None] = lambda stage, graph, direction: None
     lower: bool = True
+    cached: bool = False  # AOTAutograd's cache may know the graph: then no pass runs and nothing is observed
     escaping: frozenset[str] | None = None  # whose whole value may leave the graph; None: no joint graph was seen (inference)
     written: Written = field(default_factory=Written)  # option plan
     kept: frozenset[str] = frozenset()  # carried from forward to backward
+    automatic: Automatic | None = None  # option plan="auto"
+    decision: Decision | None = None  # what came of it
     ends_early: bool = False  # at a graph break: what it uses last is not what backward uses first
     schedules: list[Scheduled] = field(default_factory=list)
 
@@ -51,41 +57,84 @@ class Frame:
         markers.refuse_writes(gm)
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
-        plan = self.options.passes_plan(self.module_path, _on_gloo(markers.marker_specs(gm), inputs))
+        specs = markers.marker_specs(gm)
+        plan = self.options.passes_plan(self.module_path, _on_gloo(specs, inputs))
         written = self.written = self.options.written(self.module_path)
+        self.automatic = _automatic(self.options, specs, inputs)
 
-        def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def transform(graph_module: fx.GraphModule, is_backward: bool) -> Scheduled:
             direction = "backward" if is_backward else "forward"
             markers.erase_identities(graph_module.graph)  # inference: there was no joint graph
             observer: Observer = lambda stage, g: self.observe(stage, g, direction)  # noqa: E731
-            escaping = self._may_escape(graph_module, is_backward)
-            done = run_passes(graph_module.graph, direction, written.applied(plan, direction), escaping, observer)
+            escaping = self._may_escape(graph_module)
+            if self.automatic and self.decision is None:  # inference again
+                self.decision = decide([(direction, copy.deepcopy(graph_module.graph))], plan, self.automatic, escaping, False)
+            mine = self.decision.applied(plan) if self.decision else written.applied(plan, direction)
+            done = run_passes(graph_module.graph, direction, mine, escaping, observer)
             graph_module.recompile()
+            return done
+
+        def try_out(joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+            assert self.automatic is not None
+            graphs = [("forward", forward.graph), ("backward", backward.graph)]
+            self.decision = decide(graphs, plan, self.automatic, self._may_escape(forward), not self.ends_early)
+            self._keep(joint.graph, self.decision.keep)
+
+        def attach(done: Scheduled, fn: Callable[..., Any]) -> Callable[..., Any]:
             self.schedules.append(done)
-            return lambda fn: _Guarded(self, done, fn).wrapped()
+            return _Guarded(self, done, fn).wrapped()
 
         if self.options.lowering == "fx":
-            return compat.compile_fx_graphs(gm, inputs, transform, self._joint)
-        return compat.compile_inductor(gm, inputs, transform, self._joint, _JOINT_VERSION, dict(self.options.inductor), self.lower)
+            return compat.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
+        settings = compat.InductorSettings(
+            dict(self.options.inductor),
+            f"{sources_digest()} {plan} {written} {self.automatic} {self.options.keep_bytes} {self.ends_early}" if self.cached else "",
+            self.cached,
+            self.lower,
+        )
+        return compat.compile_inductor(gm, inputs, transform, attach, self._joint, settings, try_out if self.automatic else None)
 
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
         self.kept = kept(graph, 0 if self.ends_early else self.options.keep_bytes, self.written.keep)
-        keep = self.escaping = markers.escaping(graph) | self.kept
-        markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
+        self._keep(graph, self.kept)
         self.observe("tagged", graph, "joint")
 
-    def _may_escape(self, gm: fx.GraphModule, is_backward: bool) -> frozenset[str]:
+    def _keep(self, graph: fx.Graph, kept: frozenset[str]) -> None:
+        """Let the partitioner carry these from forward to backward, and what the program returns or the user wishes; nothing else."""
+        self.kept = kept
+        keep = self.escaping = markers.escaping(graph) | kept
+        markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
+
+    def _may_escape(self, gm: fx.GraphModule) -> frozenset[str]:
         """Parameters whose whole value may leave the graph: returned by the program, or kept for backward by the user's wish."""
         wished = frozenset(s.fqn for s in markers.marker_specs(gm) if not s.reshard)
         return wished | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
+
+
+def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) -> Automatic | None:
+    """What option ``plan="auto"`` decides by; None without that option, or where nothing communicates."""
+    group = _group(specs[0].group) if specs and options.automatic else None
+    if group is None or group.size() == 1:
+        return None
+    device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+    with compat.outside_fake_mode():
+        return Automatic(machine_of(group, device), options.memory_budget)
 
 
 def _on_gloo(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
     """Whether gloo carries these parameters' collectives (not so in `explain`, which has no group)."""
     group = _group(specs[0].group) if specs and dist.is_initialized() else None
     return group is not None and is_gloo(group) and all(t.device.type == "cpu" for t in inputs if isinstance(t, torch.Tensor))
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Hash of this package's source code: what another version of it compiled is not used."""
+    root = Path(passes.__file__).parent
+    sources = sorted(f for folder in (Path(__file__).parent, root, Path(runtime.__file__).parent) for f in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in sources)).hexdigest()[:16]
 
 
 class _Guarded:

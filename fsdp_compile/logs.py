@@ -66,6 +66,11 @@ def _enable(log: logging.Logger) -> None:
         log.addHandler(handler)
 
 
+def anybody_watches() -> bool:
+    """Whether someone wants to see the passes at work, and not only their result from a cache."""
+    return passes_log.isEnabledFor(logging.INFO) or graphs_log.isEnabledFor(logging.INFO) or "TORCH_TRACE" in os.environ
+
+
 def backend_observer(frame: int, dump_graphs: str | None) -> Observe:
     """What the backend shows each stage to: the structured trace, the log, the dump folder. Builds no text that nobody wants."""
     numbers: dict[str, count[int]] = {}

@@ -26,6 +26,9 @@ PACKED_LIMIT = (
     "limit_all_gathers and collective='packed' exclude each other: while a packed bucket is copied out it exists twice; use "
     "collective='coalesced'"
 )
+WHOLE_NUMBERS = ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes")
+AUTO = "auto"
+DECIDED = (*WHOLE_NUMBERS, "bucket_modules")  # by a planner
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class Options:
                               first (0: every weight is gathered again)
 
       plan                    all this written down, for single parameters: a dict or a JSON file (`fsdp_compile.passes.written`),
-                              as `explain(...).plan` has it
+                              as `explain(...).plan` has it; or "auto": decided by simulating the step on this machine, as
+                              `fsdp-compile calibrate` has measured it (measured in a few seconds, if not)
+      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once
 
     The rest:
       lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)
@@ -75,6 +80,7 @@ class Options:
     limit_reduce_scatters: int | None = None
     keep_bytes: int = 0
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None
+    memory_budget: int | None = None
     collective: str = "coalesced"
     transport: str = "auto"
     lowering: str = "inductor"
@@ -101,11 +107,28 @@ class Options:
         self.passes_plan({})  # validates the schedule options
         if self.plan is not None and not isinstance(self.plan, (Mapping, str, os.PathLike)):
             raise TypeError(f"option plan must be a dict or the name of a JSON file, got {self.plan!r}")
-        object.__setattr__(self, "_written", read(self.plan) if self.plan is not None else Written())
+        if self.memory_budget is not None and self.plan is None:
+            object.__setattr__(self, "plan", AUTO)
+        object.__setattr__(self, "_written", read(self.plan) if self.plan is not None and not self.automatic else Written())
         self._refuse_twice(self._written)  # type: ignore[attr-defined]
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the plan is made when a graph is compiled."""
+        return self.plan == AUTO
 
     def _refuse_twice(self, written: Written) -> None:
         """What the plan says, no option may say, too."""
+        if self.memory_budget is not None:
+            if not self.automatic:
+                raise ValueError(f"option memory_budget is for plan={AUTO!r}, not for a plan that is written")
+            if self.memory_budget <= 0:
+                raise ValueError(f"option memory_budget must be positive, got {self.memory_budget}")
+            if self.collective == "packed":
+                raise ValueError("option memory_budget: while a packed bucket is copied out it exists twice; use collective='coalesced'")
+        for name in DECIDED if self.automatic else ():
+            if getattr(self, name) != getattr(Options, name):
+                raise ValueError(f"options {name} and plan={AUTO!r} both decide this: leave {name} out")
         both = {
             "limit_all_gathers": self.limit_all_gathers is not None and written.limit_all_gathers is not None,
             "keep_bytes": self.keep_bytes > 0 and bool(written.keep),
@@ -119,7 +142,7 @@ class Options:
             raise ValueError(f"option plan: {PACKED_LIMIT}")
 
     def _check_types(self) -> None:
-        for name in ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes"):
+        for name in (*WHOLE_NUMBERS, "memory_budget"):
             value = getattr(self, name)
             if name not in ("prefetch", "keep_bytes") and value is None:
                 continue

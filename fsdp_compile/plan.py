@@ -16,13 +16,11 @@ from typing import Any
 from torch import nn
 
 from fsdp_compile.explain import explain
-from fsdp_compile.options import as_bytes
+from fsdp_compile.options import DECIDED, as_bytes
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.planner import choose, keeps, replanner
 from fsdp_compile.passes.simulate import Timeline
 from fsdp_compile.report import Report
-
-DECIDED = ("bucket_bytes", "min_num_params", "bucket_modules", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes")
 
 
 @dataclass(frozen=True)

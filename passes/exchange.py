@@ -3,7 +3,8 @@
 ::
 
     "all_to_all"   y = wait(reduce_scatter(x))    →    y = mean(view(wait(all_to_all(x)), [world, -1]), 0)
-    "own"          the same, with the all-to-all and every all-gather by our own operators (`runtime/wire.py`), which suit the link
+    "own"          the same by our own operators: the all-to-all and every all-gather by `runtime/wire.py`, which suits the link;
+                   packing and summing by `runtime/local.py`, for which Inductor compiles no kernel of each bucket's own size
 
 gloo's reduce-scatter sends twice the least possible; an all-to-all sends (world-1)/world of the input once. The sum over ranks then runs
 as ordinary compute, in rank order on every rank. Coalesced reductions stay as they are: there is no coalesced all-to-all.
@@ -12,6 +13,7 @@ as ordinary compute, in rank order on every rank. Coalesced reductions stay as t
 from __future__ import annotations
 
 import torch
+from fsdp_compile.runtime import local, wire  # noqa: F401  # their operators
 from torch import fx
 
 from .graph_ops import aten, c10d, emit
@@ -41,7 +43,13 @@ def exchange(graph: fx.Graph, transport: str) -> int:
         assert isinstance(x, fx.Node) and isinstance(world, int)
         (wait,) = (u for u in launch.users if role_of(u) is not None)
         part = x.meta["val"].numel() // world
-        combine = aten.mean.dim if op == "avg" else aten.sum.dim_IntList
+        scale = 1.0 / world if op == "avg" else 1.0
+        if transport == "own":
+            for cat in [n for n, r in nodes_of(graph, "pack") if r.bucket == role.bucket and n.target is aten.cat.default]:
+                with graph.inserting_before(cat):  # dividing costs nothing where everything is copied anyway
+                    cat.replace_all_uses_with(emit(graph, _ours.pack.default, (cat.args[0], scale), role.of("pack")))
+                graph.erase_node(cat)
+                scale = 1.0
         with graph.inserting_before(launch):
             if transport == "own":
                 send = emit(graph, _ours.all_to_all.default, (x, world, group), role)
@@ -50,7 +58,10 @@ def exchange(graph: fx.Graph, transport: str) -> int:
         with graph.inserting_before(wait):
             got = emit(graph, c10d.wait_tensor.default, (send,), role.of("wait_reduce"))
             table = emit(graph, aten.reshape.default, (got, [world, part]), role.of("grad"))
-            total = emit(graph, combine, (table, [0]), role.of("grad"))
+            if transport == "own":
+                total = emit(graph, _ours.total.default, (table, scale), role.of("grad"))
+            else:
+                total = emit(graph, aten.mean.dim if op == "avg" else aten.sum.dim_IntList, (table, [0]), role.of("grad"))
         wait.replace_all_uses_with(total)
         graph.erase_node(wait)
         graph.erase_node(launch)

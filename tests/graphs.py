@@ -129,15 +129,17 @@ def capture(program: Program, style: str = "fx", grad: bool = True, keep_bytes: 
         got.escaping = keep = markers.escaping(graph) | keep_of(graph, keep_bytes)
         markers.tag_joint(graph, compat.set_recompute, lambda s: not s.reshard or s.fqn in keep)
 
-    def transform(graph_module: fx.GraphModule, is_backward: bool) -> Callable[[Any], Any]:
+    def transform(graph_module: fx.GraphModule, is_backward: bool) -> None:
         got.graphs["backward" if is_backward else "forward"] = copy.deepcopy(graph_module)
-        return lambda fn: fn
+
+    def attach(payload: None, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn
 
     with compat.eager_backward_compile():
         if style == "fx":
-            compat.compile_fx_graphs(gm, args + program.inputs_of(0), transform, joint)
+            compat.compile_fx_graphs(gm, args + program.inputs_of(0), transform, attach, joint)
         else:
-            compat.compile_inductor(gm, args + program.inputs_of(0), transform, joint, "test", {}, lower=False)
+            compat.compile_inductor(gm, args + program.inputs_of(0), transform, attach, joint, compat.InductorSettings(lower=False))
     kept = frozenset(s.fqn for s in program.specs if not s.reshard)
     if got.joint is None:
         got.escaping = markers.escaping(got.graphs["forward"].graph)

@@ -1,4 +1,4 @@
-"""Inductor's cache of compiled graphs: a second process finds what the first compiled; other options or another model do not."""
+"""Inductor's and AOTAutograd's caches: a second process finds what the first compiled; with other options it does not."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ import torch
 from pool import Pool
 from torch import Tensor
 
+import fsdp_compile.frame
+
 pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 
 
-def compile_once(options: dict[str, Any], hidden: int = 14) -> tuple[int, int, list[Tensor]]:
-    """Cache hits, misses, and gradients of one step."""
+def compile_once(options: dict[str, Any], hidden: int = 14) -> tuple[int, int, int, list[Tensor]]:
+    """Inductor's cache hits and misses, AOTAutograd's hits, and gradients of one step."""
+    compared: list[str] = []
+    own = fsdp_compile.frame.same_on_all_ranks
+    fsdp_compile.frame.same_on_all_ranks = lambda group, title, *rest: (compared.append(title), own(group, title, *rest))[1]
     model = models.mlp(hidden=hidden)
     fast = torch.compile(model, backend="fsdp", options=options)
     x, y = models.vector_batch(0)
     models.square_loss(fast(x), y).backward()
     grads = [p.grad.full_tensor() for p in model.parameters()]
-    counts = torch._dynamo.utils.counters["inductor"]
-    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"], grads
+    assert [title.split()[0] for title in compared] == ["forward", "backward"], "ranks compare each graph, from a cache or not"
+    counts, aot = (torch._dynamo.utils.counters[of] for of in ("inductor", "aot_autograd"))
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"], aot["autograd_cache_hit"], grads
 
 
-def in_new_processes(folder: Path, *args: Any) -> list[tuple[int, int, list[Tensor]]]:
+def in_new_processes(folder: Path, *args: Any) -> list[tuple[int, int, int, list[Tensor]]]:
     pool = Pool({"TORCHINDUCTOR_CACHE_DIR": str(folder)})
     try:
         return pool.run(2, compile_once, *args, timeout_s=200)
@@ -40,13 +46,14 @@ def test_second_start_hits_and_other_options_miss(tmp_path):
 
     def check(results, hits: int, misses: int) -> None:
         assert sum(h for h, *_ in results) >= hits
-        missed = sum(m for _, m, _ in results)
+        missed = sum(m for _, m, *_ in results)
         assert missed == 0 if misses == 0 else missed >= misses
+        assert sum(a for _, _, a, _ in results) == (2 if misses == 0 else 0)
         for *_, grads in results:
             for g, p in zip(grads, plain.parameters(), strict=True):
                 torch.testing.assert_close(g, p.grad, rtol=1e-4, atol=1e-6)
 
     check(in_new_processes(tmp_path, {}), 0, 2)
-    check(in_new_processes(tmp_path, {}), 4, 0)  # forward and backward on both ranks
+    check(in_new_processes(tmp_path, {}), 4, 0)  # forward and backward on both ranks, and no pass ran
     check(in_new_processes(tmp_path, {"bucket_bytes": 0}), 0, 2)
     check(in_new_processes(tmp_path, {"bucket_bytes": 0, "prefetch": 3}), 0, 1)

@@ -243,7 +243,24 @@ def test_2_an_exchange_combined_with_another_operation() -> None:
     graph, expect = good("backward", PLANS["exchange"])
     combine = next(n for n in graph.nodes if n.target is aten.mean.dim)
     combine.target = aten.sum.dim_IntList
+    refused(graph, expect, 2, r"bucket rs1 .*whose sum is scaled by 1.0 instead of 0.5 \(avg\)")
+    graph, expect = good("backward", PLANS["exchange"])
+    combine = next(n for n in graph.nodes if n.target is aten.mean.dim)
+    combine.target = aten.amax.default
     refused(graph, expect, 2, r"bucket rs1 .*nothing combines \(avg\)")
+
+
+@pytest.mark.parametrize("bucket_bytes, where", [(0, "total"), (1 << 20, "pack")])
+def test_2_an_exchange_scaled_twice_or_not_at_all(bucket_bytes: int, where: str) -> None:
+    """Our own operators divide while they copy: where gradients are packed, else where they are summed."""
+    ours, scales = torch.ops.fsdp_compile, []
+    for wrong in (1.0, 0.25):
+        graph, expect = good("backward", plan_of(bucket_bytes, transport="own"))
+        scaled = next(n for n in graph.nodes if n.target is getattr(ours, where).default)
+        scales.append(scaled.args[1])
+        scaled.args = (scaled.args[0], wrong)
+        refused(graph, expect, 2, rf"bucket rs1 .*whose sum is scaled by {wrong} instead of 0.5 \(avg\)")
+    assert scales == [0.5, 0.5]
 
 
 # --- 3: no dependence on shapes; 4: nothing of one rank -----------------------------------------------------------------
