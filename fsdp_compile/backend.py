@@ -21,7 +21,8 @@ from fsdp_compile.logs import anybody_watches, backend_observer, configure, repo
 from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
 from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
-from fsdp_compile.runtime.grads import release_followed  # noqa: E402
+from fsdp_compile.runtime.grads import release_followed, undelivered  # noqa: E402
+from fsdp_compile.spec import decode  # noqa: E402
 
 log = logging.getLogger("fsdp_compile")
 _frames = itertools.count()
@@ -62,6 +63,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     release_followed()
     if optimizer in _stepped or len(args) > 1 or kwargs.get("closure") is not None:
         return  # a closure may be what calls the model for the first time
+    for p in (p for g in optimizer.param_groups for p in g["params"]):
+        if undelivered(p):
+            raise RuntimeError(
+                f"a gradient of parameter {decode(p._fsdp_spec).fqn!r} has been computed but not delivered to .grad: "
+                "backend 'fsdp' does not support compiled autograd (torch._dynamo.config.compiled_autograd)"
+            )
     plain = [p for g in optimizer.param_groups for p in g["params"] if type(p) is torch.nn.Parameter]
     if any(p.grad is not None and p.grad.any() for p in plain):  # with zeros torch's `get_state_dict` makes an optimizer's state
         refuse_unsharded_step(optimizer, fsdp)

@@ -308,6 +308,11 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Call ``fn`` when the backward that runs on this thread has ended; if it fails, ``fn`` is only dropped."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)  # type: ignore[attr-defined]
+
+
 def never_a_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from compiling ``fn``, or what it calls, as frames of their own. Called from a frame that is traced, ``fn`` is
     inlined as ever, which `torch.compiler.disable` would forbid."""

@@ -59,6 +59,8 @@ class Sealed(OutputCode):
     def _seal(self, code: Any, attach: Attach) -> None:
         if getattr(code, "current_callable", None) is not None:
             code.current_callable = attach(self._payload, code.current_callable)
+        else:  # a graph without any operation
+            code = attach(self._payload, code)
         self._code: Any = code
 
     def __call__(self, inputs: Sequence[Any]) -> Any:

@@ -26,6 +26,7 @@ from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.passes.written import Written
 from fsdp_compile.runtime.communicator import is_gloo
+from fsdp_compile.runtime.grads import expect
 from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.runtime.order import same_on_all_ranks
 from fsdp_compile.spec import ParamSpec
@@ -150,9 +151,11 @@ class _Guarded:
         self.known: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 
     def wrapped(self) -> Callable[..., Any]:
-        fn = self.fn
+        fn, backward = self.fn, self.schedule.direction == "backward"
 
         def run(args: Any) -> Any:
+            if backward:
+                expect()
             for name in self.turns:
                 self._compare(name)
             try:

@@ -1,13 +1,18 @@
 """Gradients: from the leaf that a graph differentiates to the DTensor that the user sees on ``p.grad``.
 
-The leaf is a one-dimensional padded shard; autograd accumulates the reduced gradient there. A post-accumulate hook moves it to
-``p.grad`` as a DTensor, adds to what is there, and calls the user's own hooks on ``p``, once, with the reduced shard.
+The leaf is a one-dimensional padded shard; autograd accumulates the reduced gradient there. When the backward ends, however it ends, what
+has arrived at leaves is moved to ``p.grad`` as a DTensor, or added to what is there::
+
+    backward graph, or eager `unshard`'s backward   ─► expect()   queues, once for each backward, `deliver` for its end
+    any leaf                                        ─► deliver()  moves its gradient: half the time of a hook on each leaf
+    leaf of a p with post-accumulate hooks          ─► its hook   moves it at once and calls them, once, with the reduced shard
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +23,31 @@ from fsdp_compile import compat
 from .accumulation import reduced
 
 
-def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None]:
-    """The hook for the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
-    ref = weakref.ref(p)
-    local_shape = p._local_tensor.shape  # type: ignore[attr-defined]
-    like = compat.dtensor_like
+class Move:
+    """Moves gradients from the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
 
-    def hook(leaf: Tensor) -> None:
-        g, owner = leaf.grad, ref()
+    __slots__ = ("as_it_is", "hooked", "leaf", "local_numel", "local_shape", "owner", "spare")
+
+    def __init__(self, p: nn.Parameter, leaf: nn.Parameter) -> None:
+        local = p._local_tensor  # type: ignore[attr-defined]
+        self.leaf, self.owner = weakref.ref(leaf, _forget), weakref.ref(p)
+        self.local_shape, self.local_numel = local.shape, local.numel()
+        self.as_it_is = local.shape == leaf.shape
+        self.hooked = False
+        self.spare: Any = None  # the DTensor that the last gradient was wrapped in
+        _moves[self.leaf] = self
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Move what is on ``leaf.grad``; a post-accumulate hook of the leaf's, too."""
+        g = leaf.grad
+        if g is not None:  # the hook also fires when a graph gave no gradient
+            self.move(leaf, g)
+
+    def move(self, leaf: Tensor, g: Tensor) -> None:
+        """Move ``g``, which is on ``leaf.grad``."""
+        owner = self.owner()
         leaf.grad = None
-        if g is None or owner is None:  # the hook also fires when a graph gave no gradient
+        if owner is None:
             return
         if "_fsdp_pending" in owner.__dict__:
             reduced(owner)
@@ -36,14 +56,70 @@ def move_grad_hook(p: nn.Parameter, local_numel: int) -> Callable[[Tensor], None
             for module in owner._fsdp_owners:  # type: ignore[attr-defined]
                 module._fsdp_leaves.update({n: None for n, q in module._parameters.items() if q is owner})
             return
-        if g.shape != local_shape:
-            g = (g if g.numel() == local_numel else g[:local_numel]).view(local_shape)
-        if owner.grad is None and not owner._backward_hooks and not owner._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            owner.grad = like(g, owner)  # the hot path
-        else:
+        if not self.as_it_is:
+            g = (g if g.numel() == self.local_numel else g[: self.local_numel]).view(self.local_shape)
+        if self.hooked or owner.grad is not None or owner._backward_hooks:  # type: ignore[attr-defined]
             accumulate(owner, g)
+            return
+        spare = self.spare
+        if spare is not None and sys.getrefcount(spare) == _OURS and spare._use_count() == 1:
+            spare._local_tensor = g  # nobody has kept the last gradient: its wrapper costs more than all the rest here
+        else:
+            self.spare = spare = compat.dtensor_like(g, owner)
+        owner.grad = spare
 
-    return hook
+
+_OURS = 3  # references to a spare: the slot, the local variable, getrefcount's argument
+_moves: dict[weakref.ref[nn.Parameter], Move] = {}
+_expected: set[int] = set()  # backwards that `deliver` is queued for
+
+
+def _forget(leaf: weakref.ref[nn.Parameter]) -> None:
+    _moves.pop(leaf, None)
+
+
+class _End:
+    """Queued on a backward: called at its end, or dropped when it fails."""
+
+    def __init__(self, backward: int) -> None:
+        self.backward = backward
+        _expected.add(backward)
+
+    def __call__(self) -> None:
+        if self.backward in _expected:
+            _expected.discard(self.backward)
+            deliver()
+
+    __del__ = __call__
+
+
+def expect() -> None:
+    """In a backward: gradients are about to arrive at leaves."""
+    backward = compat.backward_id()
+    if backward in _expected:
+        return
+    for move in list(_moves.values()):
+        owner = move.owner()
+        if owner is not None and owner._post_accumulate_grad_hooks and not move.hooked:  # type: ignore[attr-defined]
+            leaf = move.leaf()
+            if leaf is not None:
+                move.hooked = True
+                leaf.register_post_accumulate_grad_hook(move)
+    compat.at_end_of_backward(_End(backward))
+
+
+def deliver() -> None:
+    """Move every gradient that has arrived."""
+    for ref, move in list(_moves.items()):
+        leaf = ref()
+        if leaf is not None and (g := leaf.grad) is not None:
+            move.move(leaf, g)
+
+
+def undelivered(p: Tensor) -> bool:
+    """Whether a gradient of ``p`` has arrived that no backward will deliver any more."""
+    leaf = p.__dict__.get("_fsdp_shard")
+    return leaf is not None and leaf.grad is not None
 
 
 @torch.no_grad()

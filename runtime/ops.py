@@ -21,6 +21,7 @@ from torch import Tensor
 from fsdp_compile.spec import ParamSpec, decode
 
 from .accumulation import claim
+from .grads import expect
 from .order import same_on_all_ranks
 
 TIMEOUT_S = 600.0  # for the other ranks, in code that runs outside graphs; option timeout_s is for graphs
@@ -124,6 +125,8 @@ def _unshard_setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    if not torch.compiler.is_compiling():
+        expect()
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"parameter {decode(ctx.spec).fqn!r} has a sparse gradient ({grad.layout}), which cannot be reduced into "

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_compile import compat
 from fsdp_compile.spec import ParamSpec, decode
 
-from .grads import move_grad_hook
+from .grads import Move
 from .layout import FlatLayout
 
 _states: weakref.WeakValueDictionary[int, FSDPState] = weakref.WeakValueDictionary()  # in the order in which models were sharded
@@ -99,7 +99,7 @@ def _copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
 
 
 def attach(p: nn.Parameter, shard: Tensor, spec: ParamSpec) -> None:
-    """Make ``shard`` the leaf behind ``p`` and install the hook that moves gradients."""
+    """Make ``shard`` the leaf behind ``p``, from which gradients are moved to it."""
     # A Parameter, so that Dynamo keeps its shape static. It always requires grad: reading a frozen parameter detaches.
     leaf = nn.Parameter(shard, requires_grad=True)
     leaf._fsdp_is_shard = True  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def attach(p: nn.Parameter, shard: Tensor, spec: ParamSpec) -> None:
     leaf._fsdp_of = ref  # type: ignore[attr-defined]
     # On the instance, where copy.deepcopy looks first: Tensor's own would copy leaf and local tensor apart, and fails on a DTensor.
     p.__deepcopy__ = lambda memo: _copy(ref(), memo)  # type: ignore[attr-defined,method-assign]
-    leaf.register_post_accumulate_grad_hook(move_grad_hook(p, p._local_tensor.numel()))  # type: ignore[attr-defined]
+    Move(p, leaf)
 
 
 def new_parameter(shard: Tensor, spec: ParamSpec, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
