@@ -170,7 +170,7 @@ def compile_inductor(
     that the FX graph cache is keyed by the transformed graph. ``joint_pass`` runs on the joint graph before partitioning.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     from fsdp_compile import compat_cache
 
@@ -182,13 +182,6 @@ def compile_inductor(
 
         def uuid(self) -> str:
             return f"fsdp_compile {settings.decided_by}"
-
-    class _Partitioner(CustomPartitionerFn):
-        def __call__(self, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            return _partition(joint, joint_inputs, try_out, **kwargs)
-
-        def uuid(self) -> str:
-            return "fsdp_compile"  # the joint pass's says the rest
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         payload = transform(graph_module, bool(kwargs.get("is_backward", False)))
@@ -204,7 +197,7 @@ def compile_inductor(
         "reorder_for_compute_comm_overlap": False,
         **settings.config,
         "joint_custom_pre_pass": _JointPass(),
-        **({"custom_partitioner_fn": _Partitioner()} if try_out else {}),
+        **({"custom_partitioner_fn": compat_cache.Partitioner(functools.partial(_partition, try_out))} if try_out else {}),
     }
     with compat_cache.bundled(settings.cached and settings.lower), compat_cache.attaching(attach):
         return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type,return-value]
@@ -256,7 +249,7 @@ def compile_fx_graphs(
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         joint_pass(joint.graph)
         joint.recompile()
-        return _partition(joint, joint_inputs, try_out, **kwargs)
+        return _partition(try_out, joint, joint_inputs, **kwargs)
 
     def compiler(is_backward: bool) -> Callable[..., Any]:
         def run(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -275,7 +268,7 @@ def compile_fx_graphs(
         )(gm, list(inputs))
 
 
-def _partition(joint: torch.fx.GraphModule, joint_inputs: Any, try_out: TryOut | None, **kwargs: Any) -> Any:
+def _partition(try_out: TryOut | None, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     if try_out is not None:

@@ -1,4 +1,4 @@
-"""The part of `compat` that gives AOTAutograd's cache our graphs; apart, because what it imports takes a second.
+"""The part of `compat` that subclasses Inductor's classes, to give AOTAutograd's cache our graphs; apart, because its imports take a second.
 
 ::
 
@@ -21,6 +21,7 @@ import torch._functorch.config
 from torch._functorch._aot_autograd import aot_autograd_result
 from torch._functorch._aot_autograd.aot_autograd_result import FxGraphCacheLoadable
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.output_code import OutputCode
 
 Attach = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
@@ -83,6 +84,24 @@ class Sealed(OutputCode):
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Nothing: Inductor's entry has it."""
+
+
+class Partitioner(CustomPartitionerFn):
+    """``partition(joint, joint_inputs, **kwargs)`` as Inductor's partitioner. To a cache's key it is but a name: what it decides by is in
+    the joint pass's."""
+
+    def __init__(self, partition: Callable[..., Any] | None = None) -> None:
+        self.partition = partition
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        assert self.partition is not None
+        return self.partition(gm, joint_inputs, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return Partitioner, ()
+
+    def uuid(self) -> str:
+        return "fsdp_compile"
 
 
 def bundled(use: bool) -> Any:

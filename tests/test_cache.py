@@ -8,10 +8,12 @@ from typing import Any
 import models
 import pytest
 import torch
+from fsdp_compile.passes.machine import Link, Machine, Rates
 from pool import Pool
 from torch import Tensor
 
 import fsdp_compile.frame
+from fsdp_compile.calibrate import cache_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 
@@ -57,3 +59,13 @@ def test_second_start_hits_and_other_options_miss(tmp_path):
     check(in_new_processes(tmp_path, {}), 4, 0)  # forward and backward on both ranks, and no pass ran
     check(in_new_processes(tmp_path, {"bucket_bytes": 0}), 0, 2)
     check(in_new_processes(tmp_path, {"bucket_bytes": 0, "prefetch": 3}), 0, 1)
+
+
+def test_an_automatic_plan_is_found_again(tmp_path, monkeypatch):
+    """The machine is part of the key: as long as it is the same, nothing is planned again."""
+    monkeypatch.setenv("FSDP_COMPILE_CACHE", str(tmp_path))
+    machine = Machine("net", Rates({"float32": 6e10}, 1e10), {"any": Link(5e-4, 1.2e7)}, backend="gloo")
+    cache_file("cpu", 2, "gloo").write_text(machine.to_json())
+    first, second = (in_new_processes(tmp_path, {"plan": "auto"}) for _ in range(2))
+    assert sum(a for _, _, a, _ in first) == 0 and sum(a for _, _, a, _ in second) == 2
+    assert sum(m for _, m, *_ in second) == 0
