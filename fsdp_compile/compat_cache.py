@@ -1,4 +1,4 @@
-"""The part of `compat` that subclasses Inductor's classes, to give AOTAutograd's cache our graphs; apart, because its imports take a second.
+"""The part of `compat` that subclasses Inductor's classes, for AOTAutograd's cache; apart, because its imports take a second.
 
 ::
 
