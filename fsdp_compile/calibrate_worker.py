@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -157,22 +158,30 @@ class Calibration:
     # --- Kernels ----------------------------------------------------------------------------------------------------------
 
     def _matmul(self, dtype: torch.dtype) -> float:
-        """FLOP/s: the best size's median. A product of n x n matrices takes 2 n^3."""
-        best, spent = 0.0, 0.0
+        """FLOP/s: the median over sizes of each size's median. A product of n x n matrices takes 2 n^3. As in a model, no product finds
+        its operands in a cache: each takes others, so many that they do not fit there."""
+        rates, spent = [], 0.0
         for side in self._sides():
-            a, b = (torch.randn(side, side, dtype=torch.float32, device=self.device).to(dtype) for _ in range(2))
-            out = a @ b
-
-            def product(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> None:
-                torch.mm(a, b, out=out)
-
+            product = self._products(side, dtype)
+            product()
             times = [self._timed(product) for _ in range(self.config.repeats)]
             spent += sum(times)
-            best = max(best, 2 * side**3 / statistics.median(times))
+            rates.append(2 * side**3 / statistics.median(times))
             spent = max(self._agreed(spent), spent)
             if spent > MATMUL_SECONDS / 4:  # the next size takes eight times as long
                 break
-        return best
+        return statistics.median(rates)
+
+    def _products(self, side: int, dtype: torch.dtype) -> Callable[[], Any]:
+        """One product of matrices at each call, of others each time."""
+        count = max(2, STREAM_BYTES // (3 * side * side * dtype.itemsize))
+        sets = itertools.cycle([tuple(torch.ones(side, side, dtype=dtype, device=self.device) for _ in range(3)) for _ in range(count)])
+
+        def product() -> None:
+            a, b, out = next(sets)
+            torch.mm(a, b, out=out)
+
+        return product
 
     def _sides(self) -> Iterator[int]:
         yield from (side * (8 if self.device.type == "cuda" else 1) for side in SIDES)
@@ -206,15 +215,14 @@ class Calibration:
         """How much longer collectives and as long a computation take together than each alone: 0 for perfect overlap, 1 for none.
         The collectives run one after the other on the communicator's own thread or stream."""
         start = self._call("all_gather", "packed", torch.float32, min(self.config.largest, 4 << 20))
-        side = 256 if self.device.type == "cpu" else 2048
-        a, out = torch.randn(side, side, device=self.device), torch.empty(side, side, device=self.device)
+        multiply = self._products(512 if self.device.type == "cpu" else 4096, torch.float32)
 
         def send(count: int) -> list[Tensor]:
             return [x for _ in range(count) for x in start()]
 
         def compute(count: int) -> None:
             for _ in range(count):
-                torch.mm(a, a, out=out)
+                multiply()
 
         def land(flying: list[Tensor]) -> None:
             for x in flying:

@@ -237,6 +237,7 @@ def validate(
     from rich.console import Console
 
     from . import bench as measuring
+    from . import calibrate as calibrating
     from . import launcher
     from . import validate as validating
 
@@ -246,15 +247,17 @@ def validate(
     try:
         chosen = tuple(measuring.parse_options(v) for v in variants) or validating.BUCKETS
         config = validating.ValidateConfig(nproc, steps, rounds, measuring.Sizes(**sizes), chosen, device, per_rank)
-        rows = validating.run(config)
+        machine, rows = validating.run(config)
     except (ValueError, measuring.BenchError) as error:
         raise click.ClickException(str(error)) from error
     if not launcher.speaks():
         return
     console = Console()
-    validating.show(rows, config, console if console.is_terminal else Console(width=140))
+    console = console if console.is_terminal else Console(width=140)
+    calibrating.show(machine, console)
+    validating.show(rows, config, console)
     if json_file:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        json_file.write_text(json.dumps({"machine": asdict(machine), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_compile.passes.machine import Machine
+
 from . import launcher
 from .bench_model import Sizes
 from .calibrate import CalibrateConfig
@@ -65,7 +67,7 @@ class Row:
         return self.predicted / statistics.median(self.measured) - 1
 
 
-def run(config: ValidateConfig) -> list[Row]:
+def run(config: ValidateConfig) -> tuple[Machine, list[Row]]:
     """Start the ranks, measure and predict. Raises ValueError if a rank died."""
     from .validate_worker import worker
 

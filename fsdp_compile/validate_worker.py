@@ -127,7 +127,7 @@ class Job:
         return Row(self.options, t.step, t.exposed_seconds, measured, t.peak_gathered_bytes, max(r[1] for r in ranks))
 
 
-def worker(config: ValidateConfig) -> list[Row]:
+def worker(config: ValidateConfig) -> tuple[Machine, list[Row]]:
     """Entry point of a launched rank."""
     with process_group(config.device, config.threads, config.timeout) as device, rank_progress() as progress:
         calibration = config.calibration()
@@ -152,4 +152,4 @@ def worker(config: ValidateConfig) -> list[Row]:
             progress.update(bar, description=f"predicting {job.options or 'default'}")
             rows.append(job.row(machine))
             progress.advance(bar)
-        return rows
+        return machine, rows

@@ -71,7 +71,7 @@ def test_the_command(tmp_path: Path) -> None:
     args = ["--options", "{}", "--options", '{"bucket_bytes": 0, "prefetch": 1}', "--json", str(out)]
     got = CliRunner().invoke(main, ["validate", *SIZES, *WHOLE, *args])
     assert got.exit_code == 0, got.output
-    rows = [Row(**row) for row in json.loads(out.read_text())]
+    rows = [Row(**row) for row in json.loads(out.read_text())["rows"]]
     assert [row.options for row in rows] == [{}, {"bucket_bytes": 0, "prefetch": 1}]
     for row in rows:
         assert len(row.measured) == 2 and row.predicted > 0
