@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile import compat, passes, runtime
+from fsdp_compile import compat, compat_compile, passes, runtime
 from fsdp_compile.autoplan import Automatic, Decision, decide, machine_of
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
@@ -86,14 +86,14 @@ class Frame:
             return _Guarded(self, done, fn).wrapped()
 
         if self.options.lowering == "fx":
-            return compat.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
-        settings = compat.InductorSettings(
+            return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
+        settings = compat_compile.Settings(
             dict(self.options.inductor),
             f"{sources_digest()} {plan} {written} {self.automatic} {self.options.keep_bytes} {self.ends_early}" if self.cached else "",
             self.cached,
             self.lower,
         )
-        return compat.compile_inductor(gm, inputs, transform, attach, self._joint, settings, try_out if self.automatic else None)
+        return compat_compile.compile_inductor(gm, inputs, transform, attach, self._joint, settings, try_out if self.automatic else None)
 
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")

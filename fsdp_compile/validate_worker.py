@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_compile import compat
 from fsdp_compile.explain import explain
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.runtime.communicator import communicator, is_gloo
@@ -46,7 +46,7 @@ class GatheredBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: list[tuple[StorageWeakRef, int]] = []
+        self._alive: list[tuple[Any, int]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -56,9 +56,8 @@ class GatheredBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if "all_gather" in func.name():
-            storages = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)]
             self._alive = [(ref, nbytes) for ref, nbytes in self._alive if not ref.expired()]
-            self._alive += [(StorageWeakRef(s), s.nbytes()) for s in storages]
+            self._alive += [(compat.storage_ref(t), t.untyped_storage().nbytes()) for t in tree_leaves(out) if isinstance(t, Tensor)]
             self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive))
         return out
 

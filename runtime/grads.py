@@ -62,7 +62,7 @@ class Move:
             accumulate(owner, g)
             return
         spare = self.spare
-        if spare is not None and sys.getrefcount(spare) == _OURS and spare._use_count() == 1:
+        if spare is not None and sys.getrefcount(spare) == _OURS and compat.use_count(spare) == 1:
             spare._local_tensor = g  # nobody has kept the last gradient: its wrapper costs more than all the rest here
         else:
             self.spare = spare = compat.dtensor_like(g, owner)

@@ -27,7 +27,7 @@ from ranks import Ranks, reduce_
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_compile import compat
+from fsdp_compile import compat, compat_compile
 from fsdp_compile.spec import ParamSpec
 
 Read = Callable[[str], Any]
@@ -137,9 +137,9 @@ def capture(program: Program, style: str = "fx", grad: bool = True, keep_bytes: 
 
     with compat.eager_backward_compile():
         if style == "fx":
-            compat.compile_fx_graphs(gm, args + program.inputs_of(0), transform, attach, joint)
+            compat_compile.compile_fx_graphs(gm, args + program.inputs_of(0), transform, attach, joint)
         else:
-            compat.compile_inductor(gm, args + program.inputs_of(0), transform, attach, joint, compat.InductorSettings(lower=False))
+            compat_compile.compile_inductor(gm, args + program.inputs_of(0), transform, attach, joint, compat_compile.Settings(lower=False))
     kept = frozenset(s.fqn for s in program.specs if not s.reshard)
     if got.joint is None:
         got.escaping = markers.escaping(got.graphs["forward"].graph)
