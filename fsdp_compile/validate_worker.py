@@ -118,6 +118,7 @@ class Job:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.seconds, self.peak()))
         options = dict(self.options)
+        assert dist.group.WORLD is not None
         if is_gloo(dist.group.WORLD):
             options.setdefault("transport", "own")  # what "auto" takes there, which `explain` cannot know
         report = explain(self._build(self.config, self.device), *self.batches[0], world_size=len(ranks), **options)

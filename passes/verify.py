@@ -134,17 +134,24 @@ def _combines(launch: fx.Node, role: Role, s: ParamSpec) -> None:
     """2: what an all-to-all brings is summed, or averaged, as the spec says; packing may have divided already."""
     aten, ours = torch.ops.aten, torch.ops.fsdp_compile
     mean = 1.0 / s.world
-    want, factors = mean if s.reduce_op == "avg" else 1.0, {aten.mean.dim: mean, aten.sum.dim_IntList: 1.0}
+    want = mean if s.reduce_op == "avg" else 1.0
+    factors: dict[Any, float] = {aten.mean.dim: mean, aten.sum.dim_IntList: 1.0}
     mine = [n for n in alias_closure([launch]) for n in n.users if role_of(n) and n.target in (*factors, ours.total.default)]
     if len(mine) != 1:
         _refuse(2, launch, role, f"brings the ranks' parts, which nothing combines ({s.reduce_op})")
-    factor = mine[0].args[1] if mine[0].target is ours.total.default else factors[mine[0].target]
+    factor = factors[mine[0].target] if mine[0].target in factors else _scale(mine[0])
     x = launch.args[0]
     while isinstance(x, fx.Node) and (r := role_of(x)) is not None and r.kind == "pack":
-        factor *= x.args[1] if x.target is ours.pack.default else 1.0
+        factor *= _scale(x) if x.target is ours.pack.default else 1.0
         x = x.args[0]
     if factor != want:
         _refuse(2, launch, role, f"brings the ranks' parts, whose sum is scaled by {factor} instead of {want} ({s.reduce_op})")
+
+
+def _scale(node: fx.Node) -> float:
+    scale = node.args[1]
+    assert isinstance(scale, float)
+    return scale
 
 
 def _wire_numel(s: ParamSpec, reduces: bool) -> int:
