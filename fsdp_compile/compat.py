@@ -159,10 +159,6 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-# How many owners a tensor has in C++ (its Python object counts as one).
-use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-
-
 def storage_ref(tensor: torch.Tensor) -> Any:
     """A weak reference to a tensor's memory; ``.expired()`` once no tensor uses it."""
     from torch.multiprocessing.reductions import StorageWeakRef

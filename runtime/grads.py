@@ -10,9 +10,7 @@ has arrived at leaves is moved to ``p.grad`` as a DTensor, or added to what is t
 
 from __future__ import annotations
 
-import sys
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from .accumulation import reduced
 class Move:
     """Moves gradients from the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
 
-    __slots__ = ("as_it_is", "hooked", "leaf", "local_numel", "local_shape", "owner", "spare")
+    __slots__ = ("as_it_is", "hooked", "leaf", "local_numel", "local_shape", "owner")
 
     def __init__(self, p: nn.Parameter, leaf: nn.Parameter) -> None:
         local = p._local_tensor  # type: ignore[attr-defined]
@@ -34,7 +32,6 @@ class Move:
         self.local_shape, self.local_numel = local.shape, local.numel()
         self.as_it_is = local.shape == leaf.shape
         self.hooked = False
-        self.spare: Any = None  # the DTensor that the last gradient was wrapped in
         _moves[self.leaf] = self
 
     def __call__(self, leaf: Tensor) -> None:
@@ -60,16 +57,10 @@ class Move:
             g = (g if g.numel() == self.local_numel else g[: self.local_numel]).view(self.local_shape)
         if self.hooked or owner.grad is not None or owner._backward_hooks:  # type: ignore[attr-defined]
             accumulate(owner, g)
-            return
-        spare = self.spare
-        if spare is not None and sys.getrefcount(spare) == _OURS and compat.use_count(spare) == 1:
-            spare._local_tensor = g  # nobody has kept the last gradient: its wrapper costs more than all the rest here
         else:
-            self.spare = spare = compat.dtensor_like(g, owner)
-        owner.grad = spare
+            owner.grad = compat.dtensor_like(g, owner)
 
 
-_OURS = 3  # references to a spare: the slot, the local variable, getrefcount's argument
 _moves: dict[weakref.ref[nn.Parameter], Move] = {}
 _expected: set[int] = set()  # backwards that `deliver` is queued for
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_a_gradient_that_somebody_keeps_stays_as_it_is(holder: str) -> None:
     for step, each in enumerate(kept):
         for held, g in zip(each, want(step), strict=True):
             torch.testing.assert_close((held if holder == "variable" else held.grad).full_tensor(), g)
+
+
+def test_zero_grad_frees_gradients() -> None:
+    model = models.mlp()
+    fast = torch.compile(model, backend="fsdp", options=FX)
+    backward(fast, 0)
+    refs = [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
+    assert all(ref() is not None for ref in refs)
+    model.zero_grad()
+    assert all(ref() is None for ref in refs)
 
 
 def test_what_arrived_before_a_failure_is_there() -> None:
