@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,3 +54,15 @@ def vector_batch(step: int, rows: int = 12, width: int = 10, out: int = 3) -> tu
 
 def square_loss(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out.float(), target)
+
+
+class Boom(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("boom")
