@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fsdp_compile.options import Options
 from fsdp_compile.passes.cost import Work, work_of
 from fsdp_compile.passes.machine import Machine, from_json
 from fsdp_compile.passes.pipeline import Plan, run_passes
@@ -30,7 +31,7 @@ QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20}  # of a calibration that 
 
 @dataclass(frozen=True)
 class Automatic:
-    """What to decide by: ``memory_budget`` is most bytes of gathered weights alive at once (None: any number)."""
+    """What to decide by: ``memory_budget`` is most bytes of gathered weights alive at once (None: what the default options take)."""
 
     machine: Machine
     memory_budget: int | None = None
@@ -61,7 +62,6 @@ def decide(
     """The fastest plan for these graphs, (direction, graph) each, forward first; they are rewritten on the way. ``plan``: transport and
     lowering. ``may_keep``: whether weights may stay gathered from forward to backward. Raises ValueError, with the least possible, if no
     plan keeps within the budget."""
-    budget = automatic.memory_budget
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
     for direction, graph in graphs:
@@ -69,15 +69,20 @@ def decide(
         look = lambda stage, g: seen.append(work_of(g, direction)) if stage == "verify" else None  # noqa: B023, E731
         run_passes(graph, direction, base, escaping, look)
         works += seen
-    least = simulate(works, automatic.machine).peak_gathered_bytes
-    if budget is not None and least > budget:
+    build = replanner(works, plan.bucket.mode, plan.transport != "native")
+    budget, least = automatic.memory_budget, simulate(works, automatic.machine).peak_gathered_bytes
+    if budget is None:
+        default = build(Options.bucket_bytes, Options.prefetch, None, frozenset())
+        budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
+    if least > budget:
         raise ValueError(f"option memory_budget: no plan keeps gathered weights within {budget} bytes here; the least possible is {least}")
     sets = keeps(works) if may_keep else [frozenset[str]()]
     try:
-        best = choose(replanner(works, plan.bucket.mode, plan.transport != "native"), automatic.machine, budget, keep=sets)
+        best = choose(build, automatic.machine, budget, keep=sets)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
-        return Decision(0, 0, frozenset(), budget)
-    return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), budget)
+        best = {"bucket_bytes": 0, "prefetch": 0, "keep": ()}
+    limit = budget if plan.bucket.mode == "coalesced" else None  # while a packed bucket is copied out it exists twice
+    return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit)
 
 
 _machines: weakref.WeakKeyDictionary[dist.ProcessGroup, Machine] = weakref.WeakKeyDictionary()

@@ -57,7 +57,8 @@ class Options:
       plan                    all this written down, for single parameters: a dict or a JSON file (`fsdp_compile.passes.written`),
                               as `explain(...).plan` has it; or "auto": decided by simulating the step on this machine, as
                               `fsdp-compile calibrate` has measured it (measured in a few seconds, if not)
-      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once
+      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once; None: what the default
+                              options take
 
     The rest:
       lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)

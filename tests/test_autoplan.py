@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_compile.passes.machine import Link, Machine, Rates
-from fsdp_compile.passes.pipeline import Plan
+from fsdp_compile.passes.pipeline import Plan, run_passes
 from graphs import capture, chain
 from parity import Case, check
 
@@ -36,11 +36,18 @@ def decided(budget: int | None, may_keep: bool = True) -> Any:
 
 
 def test_memory_buys_kept_weights() -> None:
-    rich, poor = decided(None), decided(4 * WIDTH)
-    assert rich.keep and rich.limit is None
+    rich, poor = decided(1 << 30), decided(4 * WIDTH)
+    assert rich.keep and rich.limit == 1 << 30
     assert poor.limit == 4 * WIDTH and len(poor.keep) < len(rich.keep)
-    assert not decided(None, may_keep=False).keep
-    assert decided(None) == rich
+    assert not decided(1 << 30, may_keep=False).keep
+    assert decided(1 << 30) == rich
+
+
+def test_without_a_budget_no_more_memory_than_by_default() -> None:
+    captured = capture(chain(6, width=6, per_layer=2))
+    graphs = {"forward": captured.forward().graph, "backward": captured.backward().graph}
+    default = max(run_passes(graph, direction, Plan()).peak_gathered_bytes for direction, graph in graphs.items())
+    assert decided(None).limit == default
 
 
 def test_too_small_a_budget_says_the_least() -> None:
