@@ -27,7 +27,7 @@ class Tiny(nn.Module):
 
 
 def test_forward_and_backward_of_300_tiny_parameters() -> None:
-    """World 1: at most 1.7 (seen: 1.4) times plain torch.compile. Fastest of many interleaved steps: noise only adds."""
+    """World 1: at most 1.7 (seen: 1.45) times plain torch.compile. Fastest of many interleaved steps: noise only adds."""
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
