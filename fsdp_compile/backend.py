@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_compile import compat
 
@@ -21,6 +21,7 @@ from fsdp_compile.logs import anybody_watches, backend_observer, configure, repo
 from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
 from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
+from fsdp_compile.runtime.early import after_step  # noqa: E402
 from fsdp_compile.runtime.grads import release_followed, undelivered  # noqa: E402
 from fsdp_compile.spec import decode  # noqa: E402
 
@@ -77,4 +78,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _stepped.add(optimizer)
 
 
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        after_step(optimizer)
+
+
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

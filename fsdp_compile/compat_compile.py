@@ -84,14 +84,14 @@ def register_collectives() -> None:
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
     def lowering(op: Any) -> Callable[..., Any]:
-        def lower(x: Any, world: int, group: str) -> Any:
-            out = ir._CollectiveKernel.create_out_of_place(op, x, world, group)
+        def lower(x: Any, world: int, group: str, *how: Any) -> Any:
+            out = ir._CollectiveKernel.create_out_of_place(op, x, world, group, *how)
             return torch.utils._pytree.tree_map(ir.TensorBox.create, out)
 
         return lower
 
     ours = torch.ops.fsdp_compile
-    for op in (ours.all_gather.default, ours.all_gather_coalesced.default, ours.all_to_all.default):
+    for op in (ours.all_gather.default, ours.all_gather_coalesced.default, ours.all_to_all.default, ours.entry_gather.default):
         add_layout_constraint(op, constrain_to_fx_strides)
         register_lowering(op, type_promotion_kind=None)(lowering(op))
 

@@ -6,11 +6,8 @@ import copy
 import functools
 import hashlib
 import os
-import re
-import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +17,15 @@ from torch import fx
 
 from fsdp_compile import compat, compat_compile, passes, runtime
 from fsdp_compile.autoplan import Automatic, Decision, decide, machine_of
+from fsdp_compile.guarded import Guarded, group_of
 from fsdp_compile.options import Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.passes.written import Written
 from fsdp_compile.runtime.communicator import is_gloo
-from fsdp_compile.runtime.grads import expect
-from fsdp_compile.runtime.ops import check_world
-from fsdp_compile.runtime.order import same_on_all_ranks
 from fsdp_compile.spec import ParamSpec
 
-_COLLECTIVE = re.compile(r"ops\._c10d_functional\.|ops\.fsdp_compile\.all_")
 
 @dataclass
 class Frame:
@@ -60,6 +54,7 @@ class Frame:
         self.observe("dedupe", gm.graph, "joint")
         specs = markers.marker_specs(gm)
         plan = self.options.passes_plan(self.module_path, _on_gloo(specs, inputs))
+        plan = replace(plan, lift=self.options.early_gathers and _on_cpu_ranks(specs, inputs))
         written = self.written = self.options.written(self.module_path)
         self.automatic = _automatic(self.options, specs, inputs)
 
@@ -83,7 +78,7 @@ class Frame:
 
         def attach(done: Scheduled, fn: Callable[..., Any]) -> Callable[..., Any]:
             self.schedules.append(done)
-            return _Guarded(self, done, fn).wrapped()
+            return Guarded(self.index, done, self.options.timeout_s, plan.lift, fn).wrapped()
 
         if self.options.lowering == "fx":
             return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
@@ -116,7 +111,7 @@ class Frame:
 
 def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) -> Automatic | None:
     """What option ``plan="auto"`` decides by; None without that option, or where nothing communicates."""
-    group = _group(specs[0].group) if specs and options.automatic else None
+    group = group_of(specs[0].group) if specs and options.automatic else None
     if group is None or group.size() == 1:
         return None
     device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
@@ -124,9 +119,19 @@ def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) 
         return Automatic(machine_of(group, device), options.memory_budget)
 
 
+def _on_cpu_ranks(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
+    """Whether these parameters are on CPU ranks (not so in `explain`, which has no ranks). Raises ValueError if they are elsewhere."""
+    group = group_of(specs[0].group) if specs and dist.is_initialized() else None
+    if group is None or group.size() == 1:
+        return False
+    if any(t.device.type != "cpu" for t in inputs if isinstance(t, torch.Tensor)):
+        raise ValueError("option early_gathers is for CPU ranks: whether a shard has been written since is seen on the host")
+    return True
+
+
 def _on_gloo(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
     """Whether gloo carries these parameters' collectives (not so in `explain`, which has no group)."""
-    group = _group(specs[0].group) if specs and dist.is_initialized() else None
+    group = group_of(specs[0].group) if specs and dist.is_initialized() else None
     return group is not None and is_gloo(group) and all(t.device.type == "cpu" for t in inputs if isinstance(t, torch.Tensor))
 
 
@@ -136,87 +141,6 @@ def sources_digest() -> str:
     root = Path(passes.__file__).parent
     sources = sorted(f for folder in (Path(__file__).parent, root, Path(runtime.__file__).parent) for f in folder.glob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in sources)).hexdigest()[:16]
-
-
-class _Guarded:
-    """Around a compiled graph: before each run ranks compare what it communicates, and an error names the collective it struck."""
-
-    def __init__(self, frame: Frame, schedule: Scheduled, fn: Callable[..., Any]) -> None:
-        self.frame, self.schedule, self.fn = frame, schedule, fn
-        specs = (*schedule.gathered, *schedule.reduced) if schedule.collectives else ()
-        self.title = f"{schedule.direction} graph {frame.index}"
-        # By group: one of its parameters, and what the graph will do there. The title has no part in what is compared.
-        self.turns = {s.group: (s, tuple(c.signature() for c in schedule.collectives if c.group == s.group)) for s in specs}
-        # Weak: compiled code outlives its groups (Dynamo leaves it in the globals of the module), and a group has threads.
-        self.known: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
-
-    def wrapped(self) -> Callable[..., Any]:
-        fn, backward = self.fn, self.schedule.direction == "backward"
-
-        def run(args: Any) -> Any:
-            if backward:
-                expect()
-            for name in self.turns:
-                self._compare(name)
-            try:
-                return fn(args)
-            except RuntimeError as e:
-                raise self._explain(e) from e
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def _compare(self, name: str) -> None:
-        group, (spec, lines) = _group(name), self.turns[name]
-        if group is None or self.known.get(name) is not group:
-            check_world(spec)
-            assert group is not None
-            self.known[name] = group
-        same_on_all_ranks(group, self.title, lines, self.frame.options.timeout_s)
-
-    def _explain(self, e: RuntimeError) -> RuntimeError:
-        hit = _failed_collective(e, self.schedule)
-        if hit is None:
-            return e
-        return RuntimeError(f"{self.title}: {hit} failed (a peer has died or hangs): {e}")
-
-
-def _group(name: str) -> dist.ProcessGroup | None:
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    except (ValueError, RuntimeError, KeyError):
-        return None
-
-
-def _failed_collective(e: BaseException, schedule: Scheduled) -> str | None:
-    """Which collective an exception came from, read off the line of generated code (or of an FX graph) that raised it."""
-    for frame in reversed(traceback.extract_tb(e.__traceback__)):
-        line = frame.line or ""
-        if not _COLLECTIVE.search(line):
-            continue
-        source = _source_above(frame)
-        if "wait_tensor" in line and (m := re.search(r"wait_tensor(?:\.default)?\((\w+)", line)):
-            launches = [s for s in source if _COLLECTIVE.search(s) and "wait_tensor" not in s]
-            name = m[1]
-            for s in reversed(source):  # follow getitems back to the launch that delivers `name`
-                got = re.match(rf"\s*{name} = (\w+)\[\d+\]", s) or re.match(rf"\s*{name} = (\w+);", s)
-                if got:
-                    name = got[1]
-            nth = next((i for i, s in enumerate(launches) if re.match(rf"\s*{name} = ", s)), len(launches) - 1)
-        else:
-            nth = sum(1 for s in source if _COLLECTIVE.search(s) and "wait_tensor" not in s) - 1
-        if 0 <= nth < len(schedule.collectives):
-            c = schedule.collectives[nth]
-            return f"{c.kind} of bucket {c.bucket} ({', '.join(c.params[:3])}{', …' if len(c.params) > 3 else ''})"
-    return None
-
-
-def _source_above(frame: traceback.FrameSummary) -> list[str]:
-    import linecache
-
-    lines = linecache.getlines(frame.filename)[: frame.lineno or 0]
-    start = max((i for i, s in enumerate(lines) if re.match(r"\s*def \w+\(", s)), default=0)
-    return lines[start:]
 
 
 def dump_to(folder: str, frame: int) -> Callable[[str, fx.Graph, str], None]:

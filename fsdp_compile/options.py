@@ -53,6 +53,9 @@ class Options:
       limit_reduce_scatters   most bytes of reductions in flight
       keep_bytes              most bytes of gathered weights carried from forward to backward: those used last, which backward uses
                               first (0: every weight is gathered again)
+      early_gathers           the gathers that a graph waits for first start before it: at the end of the forward graph those of
+                              backward, after the optimizer's step those of the next forward. These weights then stay gathered in
+                              between; what was started before a shard was written is dropped. On CPU ranks
 
       plan                    all this written down, for single parameters: a dict or a JSON file (`fsdp_compile.passes.written`),
                               as `explain(...).plan` has it; or "auto": decided by simulating the step on this machine, as
@@ -80,6 +83,7 @@ class Options:
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
     keep_bytes: int = 0
+    early_gathers: bool = False
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None
     memory_budget: int | None = None
     collective: str = "coalesced"
@@ -98,6 +102,8 @@ class Options:
             raise ValueError(f"options {PACKED_LIMIT}")
         check_shard_args(prefix="option ", **self.shard_args())
         self._check_types()
+        if not isinstance(self.early_gathers, bool):
+            raise TypeError(f"option early_gathers must be True or False, got {self.early_gathers!r}")
         check_inductor(self.inductor)
         if self.keep_bytes < 0:
             raise ValueError(f"option keep_bytes must not be negative, got {self.keep_bytes}")

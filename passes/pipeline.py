@@ -17,6 +17,7 @@ from .bucket import BucketPlan, bucket
 from .exchange import ALL_TO_ALLS, TRANSPORTS, exchange
 from .graph_ops import positions, sources
 from .insert import insert
+from .lift import Entry, lift
 from .lower import lower
 from .roles import nodes_of, role_of
 from .schedule import SchedulePlan, gather_peak, schedule
@@ -34,11 +35,12 @@ Observer = Callable[[str, fx.Graph], None]
 class Plan:
     """Everything that the passes decide by; equal plans on equal graphs give equal schedules, on any rank.
 
-    ``transport``: what collectives are built on (`exchange`)."""
+    ``transport``: what collectives are built on (`exchange`). ``lift``: gathers at a graph's entry may start before it (`lift`)."""
 
     bucket: BucketPlan = field(default_factory=BucketPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
     transport: str = "native"
+    lift: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -66,13 +68,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Result of `run_passes`: the collectives in launch order, what was gathered and reduced, and the predicted peak."""
+    """Result of `run_passes`: the collectives in launch order, what was gathered and reduced, the predicted peak, and the gathers that
+    may start before the graph."""
 
     direction: str
     collectives: tuple[Collective, ...]
     gathered: tuple[ParamSpec, ...]
     reduced: tuple[ParamSpec, ...]
     peak_gathered_bytes: int
+    entries: tuple[Entry, ...] = ()
 
 
 def run_passes(
@@ -82,7 +86,7 @@ def run_passes(
     escaping: frozenset[str] = frozenset(),
     observer: Observer | None = None,
 ) -> Scheduled:
-    """insert → bucket → (exchange) → schedule → verify → lower on one forward, backward or inference graph, in place.
+    """insert → bucket → (exchange) → schedule → verify → (lift) → lower on one forward, backward or inference graph, in place.
 
     Raises ValueError for a plan that cannot be kept and `ScheduleError` for a schedule that must not run."""
     show = observer or (lambda stage, g: None)
@@ -96,8 +100,9 @@ def run_passes(
     expect = Expectation(inserted.gathered, inserted.reduced, escaping, plan.schedule.limit_gathers)
     _timed("verify", graph, show, lambda: verify(graph, expect))
     table, peak = collective_table(graph), gather_peak(graph)
+    entries = _timed("lift", graph, show, lambda: lift(graph)) if plan.lift else ()
     _timed("lower", graph, show, lambda: lower(graph))
-    return Scheduled(direction, table, inserted.gathered, inserted.reduced, peak)
+    return Scheduled(direction, table, inserted.gathered, inserted.reduced, peak, entries)
 
 
 def _timed(name: str, graph: fx.Graph, show: Observer, run: Callable[[], _T]) -> _T:

@@ -1,7 +1,7 @@
 """Before each graph: do all ranks run the same one? A branch taken by some ranks only would otherwise exchange wrong weights in
 silence, because collectives are matched by their order and nothing else.
 
-One integer for each rank, gathered on the CPU: the hash of what the graph is about to communicate.
+Three integers of each rank, gathered on the CPU: the hash of what the graph is about to communicate, and two offers (`early`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,29 @@ def fingerprint(lines: tuple[str, ...]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 1
 
 
-def same_on_all_ranks(group: dist.ProcessGroup, title: str, lines: tuple[str, ...], timeout_s: float) -> None:
+def same_on_all_ranks(
+    group: dist.ProcessGroup, title: str, lines: tuple[str, ...], timeout_s: float, offers: tuple[int, int] = (0, 0)
+) -> tuple[bool, ...]:
     """Compare ``lines`` (what this rank is about to communicate over ``group``) with the other ranks'. ``title`` is for messages.
+
+    ``offers`` may differ between ranks (see `early`): returns for each whether all ranks made the same, other than 0.
 
     Raises `RankMismatch` on every rank if they differ, or if a rank does not come within ``timeout_s`` seconds or the group's own
     timeout; RuntimeError, naming the first collective, if a peer has died."""
     control = control_group(group)
     if control is None:
-        return
-    mine = torch.tensor([fingerprint(lines)])
-    everyone = mine.new_empty(group.size())
+        return False, False
+    mine = torch.tensor([fingerprint(lines), *offers])
+    everyone = mine.new_empty(group.size(), len(mine))
     try:
-        work = dist.all_gather(list(everyone.split(1)), mine, group=control, async_op=True)
+        work = dist.all_gather(list(everyone), mine, group=control, async_op=True)
         work.wait(datetime.timedelta(seconds=timeout_s))
     except RuntimeError as e:
         raise _lost(group, title, lines, timeout_s, e) from e
-    if not bool((everyone == mine).all()):
+    alike = (everyone == everyone[0]).all(0).tolist()
+    if not alike[0]:
         agree(control, "graph", [title.split(" ")[0], *lines], timeout_s)  # raises, with the first difference
+    return tuple(same and offer != 0 for same, offer in zip(alike[1:], offers))
 
 
 def _lost(group: dist.ProcessGroup, title: str, lines: tuple[str, ...], timeout_s: float, e: RuntimeError) -> RuntimeError:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from fsdp_compile.passes.exchange import ALL_TO_ALLS, SENT_GATHERS
 from fsdp_compile.passes.graph_ops import FREE, c10d
+from fsdp_compile.passes.lift import ENTRY
 from torch import Tensor, fx
 
 
@@ -49,7 +50,9 @@ class Ranks:
             return [operator.attrgetter(str(n.target))(self.gm)] * self.world
         args = [fx.map_arg(n.args, env.__getitem__) for env in envs]
         if n.target in _SIMULATED:
-            name = n.target.__name__.split(".")[0]  # type: ignore[union-attr]
+            if n.target is ENTRY:  # (shards, world, group, dtype, own): a coalesced all-gather that casts
+                args = [([x.to(getattr(torch, a[3])) for x in a[0]], *a[1:3]) for a in args]
+            name = "all_gather_coalesced" if n.target is ENTRY else n.target.__name__.split(".")[0]  # type: ignore[union-attr]
             many = name.endswith("_coalesced")
             parts = zip(*(a[0] for a in args)) if many else [tuple(a[0] for a in args)]
             op = args[0][1] if name.startswith("reduce") else name
@@ -91,6 +94,7 @@ class Ranks:
 _SIMULATED = (
     *ALL_TO_ALLS,
     *SENT_GATHERS,
+    ENTRY,
     c10d.all_gather_into_tensor.default,
     c10d.all_gather_into_tensor_coalesced.default,
     c10d.reduce_scatter_tensor.default,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp_compile import frame, fully_shard
+from fsdp_compile import fully_shard, guarded
 
 FX = {"lowering": "fx"}
 X, Y = models.vector_batch(0)
@@ -295,15 +295,15 @@ def peer_dies_inside(lowering: str) -> str:
     """Rank 1 agrees on the forward graph, and dies before its collectives."""
     fast = warmed_up(lowering=lowering)
     if dist.get_rank() == 1:
-        frame._Guarded._compare = compare_and_die
+        guarded.Guarded._compare = compare_and_die
     start = time.monotonic()
     text = message(fast, X)
     assert time.monotonic() - start < 15
     raise AssertionError(text)
 
 
-def compare_and_die(self: frame._Guarded, name: str, compare=frame._Guarded._compare) -> None:
-    compare(self, name)
+def compare_and_die(self: guarded.Guarded, name: str, *offers, compare=guarded.Guarded._compare) -> None:
+    compare(self, name, *offers)
     os._exit(7)
 
 

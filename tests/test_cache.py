@@ -12,7 +12,7 @@ from fsdp_compile.passes.machine import Link, Machine, Rates
 from pool import Pool
 from torch import Tensor
 
-import fsdp_compile.frame
+import fsdp_compile.guarded
 from fsdp_compile.calibrate import cache_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.inductor]
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 def compile_once(options: dict[str, Any], hidden: int = 14) -> tuple[int, int, int, list[Tensor]]:
     """Inductor's cache hits and misses, AOTAutograd's hits, and gradients of one step."""
     compared: list[str] = []
-    own = fsdp_compile.frame.same_on_all_ranks
-    fsdp_compile.frame.same_on_all_ranks = lambda group, title, *rest: (compared.append(title), own(group, title, *rest))[1]
+    own = fsdp_compile.guarded.same_on_all_ranks
+    fsdp_compile.guarded.same_on_all_ranks = lambda group, title, *rest: (compared.append(title), own(group, title, *rest))[1]
     model = models.mlp(hidden=hidden)
     fast = torch.compile(model, backend="fsdp", options=options)
     x, y = models.vector_batch(0)
