@@ -11,7 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,23 @@ def fit(wire: Sequence[float], seconds: Sequence[float]) -> Link:
     return Link(float(latency), float(1 / slope), residual)
 
 
+def at_steady(links: dict[str, Link], wire: float, seconds: float) -> dict[str, Link]:
+    """``links`` with all bandwidths in one proportion, such that a packed float32 all-gather that sends ``wire`` bytes takes ``seconds``."""
+    alone = links.get("all_gather/packed/float32")
+    if alone is None:
+        return links
+    faster = wire / max(seconds - alone.latency, seconds / 10) / alone.bandwidth
+    return {key: replace(link, bandwidth=link.bandwidth * faster) for key, link in links.items()}
+
+
 def machine_of(config: CalibrateConfig, points: Sequence[Point], measured: dict[str, Any]) -> Machine:
-    """The machine that fits. ``measured``: flops by dtype, memory, launch, interference and the device's name."""
+    """The machine that fits. ``measured``: flops by dtype, memory, launch, interference, the device's name, and ``steady``: bytes and
+    seconds of each packed float32 all-gather in traffic without pauses, to which all bandwidths are brought."""
     links = {}
     for key in dict.fromkeys(p.key for p in points):
         mine = [p for p in points if p.key == key]
         links[key] = fit([wire_bytes(p.kind, p.nbytes, config.nproc, config.backend) for p in mine], [p.seconds for p in mine])
+    links = at_steady(links, wire_bytes("all_gather", measured["steady"][0], config.nproc, config.backend), measured["steady"][1])
     return Machine(
         name=measured["device"],
         rates=Rates(measured["flops"], measured["memory"], measured["launch"]),

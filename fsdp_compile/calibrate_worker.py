@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import statistics
@@ -35,6 +36,9 @@ COLLECTIVE_SECONDS = 40.0  # for all of them; fewer rounds if they would take lo
 MATMUL_SECONDS = 0.6  # for each dtype
 STREAM_BYTES = 32 << 20  # larger than a cache
 SHARED_SECONDS = 0.4  # of collectives and of compute, run beside each other
+PROBE_BYTES = 4 << 20  # of the collective for that, and for traffic without pauses
+STEADY_SECONDS = 1.0  # of such traffic, after as much that is not timed
+IN_FLIGHT = 4
 
 
 class Calibration:
@@ -51,8 +55,11 @@ class Calibration:
         """Points, and the rest as `calibrate.machine_of` takes it; the same on every rank."""
         dtypes = [(name, getattr(torch, name)) for name in self.config.dtypes]
         rounds = self.config.repeats
-        bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 2)
+        bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 3)
         mine = self._collectives(dtypes, bar)
+        self.progress.update(bar, description="collectives without a pause")
+        steady = self._steady()
+        self.progress.advance(bar)
         flops = {}
         for name, dtype in dtypes:
             self.progress.update(bar, description=f"matmul {name}")
@@ -65,7 +72,7 @@ class Calibration:
         shared = self._interference()
         self.progress.advance(bar)
         ranks: list[Any] = [None] * self.world
-        dist.all_gather_object(ranks, ([p.seconds for p in mine], flops, memory, launch, shared), group=self.control)
+        dist.all_gather_object(ranks, ([p.seconds for p in mine], flops, memory, launch, shared, steady), group=self.control)
         slowest = [max(each) for each in zip(*(r[0] for r in ranks))]
         points = [Point(p.kind, p.lowering, p.dtype, p.nbytes, s) for p, s in zip(mine, slowest)]
         measured = {
@@ -74,6 +81,7 @@ class Calibration:
             "memory": min(r[2] for r in ranks),
             "launch": max(r[3] for r in ranks),
             "interference": statistics.mean(r[4] for r in ranks),
+            "steady": (self._probe_bytes, max(r[5] for r in ranks)),
         }
         return points, measured
 
@@ -141,6 +149,34 @@ class Calibration:
             if "imeout" in str(error) or "onnection" in str(error):
                 raise
             return None
+
+    @property
+    def _probe_bytes(self) -> int:
+        return min(self.config.largest, PROBE_BYTES)
+
+    def _steady(self) -> float:
+        """Seconds of each of many all-gathers, some of them always in flight, as in a step that is limited by communication. Links that
+        let a burst through after each pause, and lanes that take turns, show only then what they carry."""
+        start = self._call("all_gather", "packed", torch.float32, self._probe_bytes)
+
+        def train(count: int, flying: collections.deque[Any]) -> None:
+            for _ in range(count):
+                flying.append(start())
+                if len(flying) > IN_FLIGHT:
+                    c10d.wait_tensor(flying.popleft()[0])
+
+        flying: collections.deque[Any] = collections.deque()
+        one = self._agreed(self._timed(lambda: train(2 * IN_FLIGHT, flying)) / (2 * IN_FLIGHT))
+        count = max(1, min(1000, round(STEADY_SECONDS / one)))
+        train(count, flying)
+        self._finish()
+        began = time.perf_counter()
+        train(count, flying)
+        self._finish()
+        seconds = (time.perf_counter() - began) / count
+        for x in flying:
+            c10d.wait_tensor(x[0])
+        return seconds
 
     def _timed(self, action: Callable[[], Any]) -> float:
         """Seconds of an action that all ranks start together."""
@@ -214,7 +250,7 @@ class Calibration:
     def _interference(self) -> float:
         """How much longer collectives and as long a computation take together than each alone: 0 for perfect overlap, 1 for none.
         The collectives run one after the other on the communicator's own thread or stream."""
-        start = self._call("all_gather", "packed", torch.float32, min(self.config.largest, 4 << 20))
+        start = self._call("all_gather", "packed", torch.float32, self._probe_bytes)
         multiply = self._products(512 if self.device.type == "cpu" else 4096, torch.float32)
 
         def send(count: int) -> list[Tensor]:

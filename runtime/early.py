@@ -39,8 +39,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Entry:
-    """A gather that a graph has at its entry (`passes/lift.py`). ``inputs``: which of the graph's inputs its shards are; ``dtype``: what they are sent in; ``own``: by our own
-    operators (`runtime/wire.py`)."""
+    """A gather that a graph has at its entry (`passes/lift.py`). ``inputs``: which of the graph's inputs its shards are; ``dtype``: what
+    they are sent in; ``own``: by our own operators (`runtime/wire.py`)."""
 
     params: tuple[str, ...]
     inputs: tuple[int, ...]
