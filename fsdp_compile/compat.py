@@ -253,6 +253,12 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 _new_dtensor = DTensor.__new__
 
 
+def plain_attributes() -> Any:
+    """Context: reading or setting an attribute of a DTensor (``grad``, ``requires_grad``) does not look for a ``__torch_function__``
+    first, which DTensor has disabled anyhow: half the time. Not for code of the user's, whose own subclasses may have one."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def outside_fake_mode() -> Any:
     """Context: real tensors, whatever fake mode a tracer has active on this thread."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -11,6 +11,7 @@ has arrived at leaves is moved to ``p.grad`` as a DTensor, or added to what is t
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +54,14 @@ class Move:
             for module in owner._fsdp_owners:  # type: ignore[attr-defined]
                 module._fsdp_leaves.update({n: None for n, q in module._parameters.items() if q is owner})
             return
-        if not self.as_it_is:
-            g = (g if g.numel() == self.local_numel else g[: self.local_numel]).view(self.local_shape)
         if self.hooked or owner.grad is not None or owner._backward_hooks:  # type: ignore[attr-defined]
-            accumulate(owner, g)
+            accumulate(owner, self.part(g))
         else:
-            owner.grad = compat.dtensor_like(g, owner)
+            owner.grad = compat.dtensor_like(self.part(g), owner)
+
+    def part(self, g: Tensor) -> Tensor:
+        """This rank's part of ``g``, without the padding, in the parameter's shape."""
+        return g if self.as_it_is else (g if g.numel() == self.local_numel else g[: self.local_numel]).view(self.local_shape)
 
 
 _moves: dict[weakref.ref[nn.Parameter], Move] = {}
@@ -89,22 +92,34 @@ def expect() -> None:
     backward = compat.backward_id()
     if backward in _expected:
         return
-    for move in list(_moves.values()):
-        owner = move.owner()
-        if owner is not None and owner._post_accumulate_grad_hooks and not move.hooked:  # type: ignore[attr-defined]
-            leaf = move.leaf()
-            if leaf is not None:
-                move.hooked = True
-                leaf.register_post_accumulate_grad_hook(move)
+    with compat.plain_attributes():
+        for move in list(_moves.values()):
+            owner = move.owner()
+            if owner is not None and owner._post_accumulate_grad_hooks and not move.hooked:  # type: ignore[attr-defined]
+                leaf = move.leaf()
+                if leaf is not None:
+                    move.hooked = True
+                    leaf.register_post_accumulate_grad_hook(move)
     compat.at_end_of_backward(_End(backward))
 
 
 def deliver() -> None:
-    """Move every gradient that has arrived."""
-    for ref, move in list(_moves.items()):
-        leaf = ref()
-        if leaf is not None and (g := leaf.grad) is not None:
-            move.move(leaf, g)
+    """Move every gradient that has arrived: first, in one go, those that only need a DTensor made of them; then, outside of
+    `plain_attributes`, those that may call the user's hooks."""
+    rest = []
+    with compat.plain_attributes():
+        for move in list(_moves.values()):
+            leaf = move.leaf()
+            if leaf is None or (g := leaf.grad) is None:
+                continue
+            p: Any = move.owner()
+            if p is None or move.hooked or not p.requires_grad or p.grad is not None or p._backward_hooks or "_fsdp_pending" in p.__dict__:
+                rest.append((move, leaf))
+                continue
+            leaf.grad = None
+            p.grad = compat.dtensor_like(g if move.as_it_is else move.part(g), p)
+    for move, leaf in rest:
+        move(leaf)
 
 
 def undelivered(p: Tensor) -> bool:
