@@ -101,23 +101,26 @@ def fit(wire: Sequence[float], seconds: Sequence[float]) -> Link:
     return Link(float(latency), float(1 / slope), residual)
 
 
-def at_steady(links: dict[str, Link], wire: float, seconds: float) -> dict[str, Link]:
-    """``links`` with all bandwidths in one proportion, such that a packed float32 all-gather that sends ``wire`` bytes takes ``seconds``."""
-    alone = links.get("all_gather/packed/float32")
+def at_steady(links: dict[str, Link], variant: str, wire: float, seconds: float) -> dict[str, Link]:
+    """``links`` with the bandwidths of one variant ("kind/lowering") in one proportion, such that a collective of it that sends ``wire``
+    bytes of float32 takes ``seconds``."""
+    alone = links.get(f"{variant}/float32")
     if alone is None:
         return links
     faster = wire / max(seconds - alone.latency, seconds / 10) / alone.bandwidth
-    return {key: replace(link, bandwidth=link.bandwidth * faster) for key, link in links.items()}
+    return {k: replace(v, bandwidth=v.bandwidth * faster) if k.startswith(f"{variant}/") else v for k, v in links.items()}
 
 
 def machine_of(config: CalibrateConfig, points: Sequence[Point], measured: dict[str, Any]) -> Machine:
-    """The machine that fits. ``measured``: flops by dtype, memory, launch, interference, the device's name, and ``steady``: bytes and
-    seconds of each packed float32 all-gather in traffic without pauses, to which all bandwidths are brought."""
+    """The machine that fits. ``measured``: flops by dtype, memory, launch, interference, the device's name, and ``steady``: "kind/lowering"
+    → bytes and seconds of each float32 collective in traffic without pauses, to which its bandwidths are brought."""
     links = {}
     for key in dict.fromkeys(p.key for p in points):
         mine = [p for p in points if p.key == key]
         links[key] = fit([wire_bytes(p.kind, p.nbytes, config.nproc, config.backend) for p in mine], [p.seconds for p in mine])
-    links = at_steady(links, wire_bytes("all_gather", measured["steady"][0], config.nproc, config.backend), measured["steady"][1])
+    for variant, (nbytes, seconds) in measured["steady"].items():
+        sent = wire_bytes(variant.split("/")[0], nbytes, config.nproc, config.backend)
+        links = at_steady(links, variant, sent, seconds)
     return Machine(
         name=measured["device"],
         rates=Rates(measured["flops"], measured["memory"], measured["launch"]),

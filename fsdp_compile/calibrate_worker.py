@@ -37,7 +37,7 @@ MATMUL_SECONDS = 0.6  # for each dtype
 STREAM_BYTES = 32 << 20  # larger than a cache
 SHARED_SECONDS = 0.4  # of collectives and of compute, run beside each other
 PROBE_BYTES = 4 << 20  # of the collective for that, and for traffic without pauses
-STEADY_SECONDS = 1.0  # of such traffic, after as much that is not timed
+STEADY_SECONDS = 0.6  # of such traffic, after as much that is not timed
 IN_FLIGHT = 4
 
 
@@ -55,11 +55,12 @@ class Calibration:
         """Points, and the rest as `calibrate.machine_of` takes it; the same on every rank."""
         dtypes = [(name, getattr(torch, name)) for name in self.config.dtypes]
         rounds = self.config.repeats
-        bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 3)
+        bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 2 + len(VARIANTS))
         mine = self._collectives(dtypes, bar)
-        self.progress.update(bar, description="collectives without a pause")
-        steady = self._steady()
-        self.progress.advance(bar)
+        steady = {}
+        for kind, lowering in {(p.kind, p.lowering): None for p in mine}:
+            self.progress.update(bar, description=f"{kind} {lowering} without a pause", advance=1)
+            steady[f"{kind}/{lowering}"] = self._steady(kind, lowering)
         flops = {}
         for name, dtype in dtypes:
             self.progress.update(bar, description=f"matmul {name}")
@@ -81,7 +82,7 @@ class Calibration:
             "memory": min(r[2] for r in ranks),
             "launch": max(r[3] for r in ranks),
             "interference": statistics.mean(r[4] for r in ranks),
-            "steady": (self._probe_bytes, max(r[5] for r in ranks)),
+            "steady": {link: (self._probe_bytes, max(r[5][link] for r in ranks)) for link in steady},
         }
         return points, measured
 
@@ -154,16 +155,20 @@ class Calibration:
     def _probe_bytes(self) -> int:
         return min(self.config.largest, PROBE_BYTES)
 
-    def _steady(self) -> float:
-        """Seconds of each of many all-gathers, some of them always in flight, as in a step that is limited by communication. Links that
-        let a burst through after each pause, and lanes that take turns, show only then what they carry."""
-        start = self._call("all_gather", "packed", torch.float32, self._probe_bytes)
+    def _steady(self, kind: str, lowering: str) -> float:
+        """Seconds of each of many collectives, some of them always in flight, as in a step that is limited by communication. Links
+        that let a burst through after each pause, and lanes that take turns, show only then what they carry."""
+        start = self._call(kind, lowering, torch.float32, self._probe_bytes)
+
+        def land(flight: Any) -> None:
+            for x in flight:
+                c10d.wait_tensor(x)
 
         def train(count: int, flying: collections.deque[Any]) -> None:
             for _ in range(count):
                 flying.append(start())
                 if len(flying) > IN_FLIGHT:
-                    c10d.wait_tensor(flying.popleft()[0])
+                    land(flying.popleft())
 
         flying: collections.deque[Any] = collections.deque()
         one = self._agreed(self._timed(lambda: train(2 * IN_FLIGHT, flying)) / (2 * IN_FLIGHT))
@@ -174,8 +179,8 @@ class Calibration:
         train(count, flying)
         self._finish()
         seconds = (time.perf_counter() - began) / count
-        for x in flying:
-            c10d.wait_tensor(x[0])
+        for flight in flying:
+            land(flight)
         return seconds
 
     def _timed(self, action: Callable[[], Any]) -> float:

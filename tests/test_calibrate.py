@@ -53,7 +53,8 @@ def test_a_machine_from_points() -> None:
     ]
     points += [Point("all_gather", "packed", "float32", n, 2e-4 + wire_bytes("all_gather", n, 2, "gloo") / 3e9) for n in config.nbytes()]
     alone = 2e-4 + (1 << 20) / 3e9  # of the steady traffic's 2 MiB a rank sends half
-    measured = {"device": "d", "flops": {"float32": 1e9}, "memory": 1e9, "launch": 1e-6, "interference": 0.5, "steady": (2 << 20, alone)}
+    measured = {"device": "d", "flops": {"float32": 1e9}, "memory": 1e9, "launch": 1e-6, "interference": 0.5}
+    measured["steady"] = {"all_gather/packed": (2 << 20, alone)}
     machine = machine_of(config, points, measured)
     assert machine.links["reduce_scatter/packed/float32"].bandwidth == pytest.approx(1e9)
     assert machine.links["all_gather/packed/float32"].bandwidth == pytest.approx(3e9)
@@ -62,12 +63,13 @@ def test_a_machine_from_points() -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 1.5])
 def test_bandwidths_are_those_of_traffic_without_pauses(factor: float) -> None:
-    links = {"all_gather/packed/float32": Link(1e-4, 2e9), "all_to_all/packed/float32": Link(2e-4, 3e9, 0.1)}
-    got = at_steady(links, 1e6, 1e-4 + 1e6 / (factor * 2e9))
-    assert [link.latency for link in got.values()] == [1e-4, 2e-4]
-    assert [link.bandwidth for link in got.values()] == pytest.approx([factor * 2e9, factor * 3e9])
-    assert at_steady(links, 1e6, 1e-5)["all_gather/packed/float32"].bandwidth == pytest.approx(1e12), "no rate below zero"
-    assert at_steady({}, 1e6, 1.0) == {}
+    links = {"all_gather/packed/float32": Link(1e-4, 2e9), "all_gather/packed/bfloat16": Link(2e-4, 3e9), "all_gather": Link(1e-4, 5e9)}
+    got = at_steady(links, "all_gather/packed", 1e6, 1e-4 + 1e6 / (factor * 2e9))
+    assert [link.latency for link in got.values()] == [1e-4, 2e-4, 1e-4]
+    assert [link.bandwidth for link in got.values()] == pytest.approx([factor * 2e9, factor * 3e9, 5e9])
+    least = at_steady(links, "all_gather/packed", 1e6, 1e-5)["all_gather/packed/float32"]
+    assert least.bandwidth == pytest.approx(1e12), "no rate below zero"
+    assert at_steady(links, "all_to_all/packed", 1e6, 1.0) == links
 
 
 def test_sizes_are_whole_parts_for_each_rank() -> None:
