@@ -101,33 +101,39 @@ def fit(wire: Sequence[float], seconds: Sequence[float]) -> Link:
     return Link(float(latency), float(1 / slope), residual)
 
 
-def at_steady(links: dict[str, Link], variant: str, wire: float, seconds: float) -> dict[str, Link]:
-    """``links`` with the bandwidths of one variant ("kind/lowering") in one proportion, such that a collective of it that sends ``wire``
-    bytes of float32 takes ``seconds``."""
-    alone = links.get(f"{variant}/float32")
-    if alone is None:
-        return links
-    faster = wire / max(seconds - alone.latency, seconds / 10) / alone.bandwidth
-    return {k: replace(v, bandwidth=v.bandwidth * faster) if k.startswith(f"{variant}/") else v for k, v in links.items()}
+def at_steady(links: dict[str, Link], steady: dict[str, Link]) -> dict[str, Link]:
+    """``links`` brought to what the float32 links in ``steady`` carry: those themselves, and bandwidths of other dtypes of the same kind
+    and lowering in the same proportion."""
+
+    def brought(key: str, link: Link) -> Link:
+        float32 = key.rpartition("/")[0] + "/float32"
+        if float32 not in steady or float32 not in links:
+            return link
+        other = steady[float32]
+        return replace(link, latency=other.latency, bandwidth=link.bandwidth * other.bandwidth / links[float32].bandwidth)
+
+    return {key: brought(key, link) for key, link in links.items()}
 
 
 def machine_of(config: CalibrateConfig, points: Sequence[Point], measured: dict[str, Any]) -> Machine:
-    """The machine that fits. ``measured``: flops by dtype, memory, launch, interference, the device's name, and ``steady``: "kind/lowering"
-    → bytes and seconds of each float32 collective in traffic without pauses, to which its bandwidths are brought."""
-    links = {}
-    for key in dict.fromkeys(p.key for p in points):
-        mine = [p for p in points if p.key == key]
-        links[key] = fit([wire_bytes(p.kind, p.nbytes, config.nproc, config.backend) for p in mine], [p.seconds for p in mine])
-    for variant, (nbytes, seconds) in measured["steady"].items():
-        sent = wire_bytes(variant.split("/")[0], nbytes, config.nproc, config.backend)
-        links = at_steady(links, variant, sent, seconds)
+    """The machine that fits. ``measured``: flops by dtype, memory, launch, interference, posting, the device's name, and ``steady``:
+    points of traffic without pauses."""
+
+    def links(points: Sequence[Point]) -> dict[str, Link]:
+        found = {}
+        for key in dict.fromkeys(p.key for p in points):
+            mine = [p for p in points if p.key == key]
+            found[key] = fit([wire_bytes(p.kind, p.nbytes, config.nproc, config.backend) for p in mine], [p.seconds for p in mine])
+        return found
+
     return Machine(
         name=measured["device"],
         rates=Rates(measured["flops"], measured["memory"], measured["launch"]),
-        links=links,
+        links=at_steady(links(points), links(measured["steady"])),
         backend=config.backend,
         world=config.nproc,
         interference=measured["interference"],
+        posting=measured["posting"],
         source=f"measured on {config.nproc} ranks with {config.threads} threads each, torch {torch.__version__}",
     )
 
@@ -214,3 +220,4 @@ def show(machine: Machine, console: Console) -> None:
     console.print(f"matmul GFLOP/s: {rates}", highlight=False)
     console.print(f"memory: {human_bytes(machine.rates.memory)}/s   launch: {1e6 * machine.rates.launch:.1f} us", highlight=False)
     console.print(f"interference: {machine.interference:.0%} of compute is lost while collectives run beside it", highlight=False)
+    console.print(f"starting a collective: {1e6 * machine.posting:,.0f} us", highlight=False)

@@ -8,6 +8,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,12 +56,14 @@ class Calibration:
         """Points, and the rest as `calibrate.machine_of` takes it; the same on every rank."""
         dtypes = [(name, getattr(torch, name)) for name in self.config.dtypes]
         rounds = self.config.repeats
-        bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 2 + len(VARIANTS))
+        bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 2 + 2 * len(VARIANTS))
         mine = self._collectives(dtypes, bar)
-        steady = {}
+        steady, posting = {}, []
         for kind, lowering in {(p.kind, p.lowering): None for p in mine}:
-            self.progress.update(bar, description=f"{kind} {lowering} without a pause", advance=1)
-            steady[f"{kind}/{lowering}"] = self._steady(kind, lowering)
+            for nbytes in (self._probe_bytes // 8, self._probe_bytes):
+                self.progress.update(bar, description=f"{kind} {lowering} without a pause", advance=1)
+                steady[Point(kind, lowering, "float32", nbytes, 0.0)], post = self._steady(kind, lowering, nbytes)
+                posting.append(post)
         flops = {}
         for name, dtype in dtypes:
             self.progress.update(bar, description=f"matmul {name}")
@@ -73,7 +76,8 @@ class Calibration:
         shared = self._interference()
         self.progress.advance(bar)
         ranks: list[Any] = [None] * self.world
-        dist.all_gather_object(ranks, ([p.seconds for p in mine], flops, memory, launch, shared, steady), group=self.control)
+        found = ([p.seconds for p in mine], flops, memory, launch, shared, steady, statistics.median(posting))
+        dist.all_gather_object(ranks, found, group=self.control)
         slowest = [max(each) for each in zip(*(r[0] for r in ranks))]
         points = [Point(p.kind, p.lowering, p.dtype, p.nbytes, s) for p, s in zip(mine, slowest)]
         measured = {
@@ -82,7 +86,8 @@ class Calibration:
             "memory": min(r[2] for r in ranks),
             "launch": max(r[3] for r in ranks),
             "interference": statistics.mean(r[4] for r in ranks),
-            "steady": {link: (self._probe_bytes, max(r[5][link] for r in ranks)) for link in steady},
+            "posting": max(r[6] for r in ranks),
+            "steady": [replace(p, seconds=max(r[5][p] for r in ranks)) for p in steady],
         }
         return points, measured
 
@@ -155,20 +160,24 @@ class Calibration:
     def _probe_bytes(self) -> int:
         return min(self.config.largest, PROBE_BYTES)
 
-    def _steady(self, kind: str, lowering: str) -> float:
-        """Seconds of each of many collectives, some of them always in flight, as in a step that is limited by communication. Links
-        that let a burst through after each pause, and lanes that take turns, show only then what they carry."""
-        start = self._call(kind, lowering, torch.float32, self._probe_bytes)
+    def _steady(self, kind: str, lowering: str, nbytes: int) -> tuple[float, float]:
+        """Seconds of each of many collectives, and of starting it; some of them are always in flight, as in a step that is limited by
+        communication. Links that let a burst through after each pause, and lanes that take turns, show only then what they carry."""
+        start = self._call(kind, lowering, torch.float32, nbytes)
 
         def land(flight: Any) -> None:
             for x in flight:
                 c10d.wait_tensor(x)
 
-        def train(count: int, flying: collections.deque[Any]) -> None:
+        def train(count: int, flying: collections.deque[Any]) -> float:
+            posting = 0.0
             for _ in range(count):
+                began = time.perf_counter()
                 flying.append(start())
+                posting += time.perf_counter() - began
                 if len(flying) > IN_FLIGHT:
                     land(flying.popleft())
+            return posting / count
 
         flying: collections.deque[Any] = collections.deque()
         one = self._agreed(self._timed(lambda: train(2 * IN_FLIGHT, flying)) / (2 * IN_FLIGHT))
@@ -176,12 +185,12 @@ class Calibration:
         train(count, flying)
         self._finish()
         began = time.perf_counter()
-        train(count, flying)
+        posting = train(count, flying)
         self._finish()
         seconds = (time.perf_counter() - began) / count
         for flight in flying:
             land(flight)
-        return seconds
+        return seconds, posting
 
     def _timed(self, action: Callable[[], Any]) -> float:
         """Seconds of an action that all ranks start together."""
@@ -278,10 +287,11 @@ class Calibration:
         sends = max(1, min(64, round(SHARED_SECONDS / one)))
         product = self._agreed(self._timed(lambda: compute(20)) / 20)
         products = max(1, round(sends * one / product))
-        alone = max(statistics.median(self._timed(lambda: land(send(sends))) for _ in range(3)),
-                    statistics.median(self._timed(lambda: compute(products)) for _ in range(3)))
-        together = statistics.median(self._timed(both) for _ in range(3))
-        return min(1.0, max(0.0, together / alone - 1.0))
+        longer = []
+        for _ in range(min(5, self.config.repeats + 1)):  # side by side: the machine's speed changes in seconds
+            alone = max(self._timed(lambda: land(send(sends))), self._timed(lambda: compute(products)))
+            longer.append(self._timed(both) / alone - 1.0)
+        return min(1.0, max(0.0, statistics.median(longer)))
 
 
 def worker(config: CalibrateConfig) -> tuple[list[Point], dict[str, Any]]:

@@ -71,7 +71,8 @@ class Machine:
     kind. Kinds and lowerings: all_gather coalesced, packed (one buffer); reduce_scatter coalesced, packed; all_to_all packed.
     ``backend``: "gloo", "nccl", …; decides `wire_bytes`. ``world``: ranks at which the links were measured; a latency is taken as it
     is for other numbers of ranks. ``interference``: share of the compute lane that a running collective takes (0: a network card with
-    its own engines; 1: nothing computes meanwhile). ``source``: where the figures come from.
+    its own engines; 1: nothing computes meanwhile). ``source``: where the figures come from. ``posting``: seconds of the compute lane
+    that starting a collective takes.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Machine:
     interference: float = 0.0
     source: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
+    posting: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.links:
@@ -91,6 +93,8 @@ class Machine:
                 raise ValueError(f"machine {self.name!r}: link {key!r} is of no known kind; kinds: {', '.join(KINDS)}, {ANY}")
         if not 0 <= self.interference <= 1:
             raise ValueError(f"interference must be between 0 and 1, got {self.interference}")
+        if self.posting < 0:
+            raise ValueError(f"posting must not be negative, got {self.posting}")
         if self.world < 2:
             raise ValueError(f"links need at least 2 ranks, got {self.world}")
 

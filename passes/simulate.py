@@ -6,7 +6,7 @@
     comm      | ag1 ag2   ag3  rs1  |      a collective starts when it is launched and the lane is free
 
 The lanes share nothing but, on machines whose network needs the processor, `Machine.interference`: while something is on the wire,
-compute runs at (1 - interference) of its speed.
+compute runs at (1 - interference) of its speed. Starting a collective takes `Machine.posting` of the compute lane.
 """
 
 from __future__ import annotations
@@ -161,6 +161,10 @@ class _Lanes:
 
     def launch(self, e: Launch, graph: int, kernels: int) -> _Flight:
         lane = f"comm {e.group}"
+        if self.machine.posting:
+            self.spans.append(Span("compute", f"start {e.bucket}", "kernel", self.now, self.now + self.machine.posting, graph))
+            self.compute_busy += self.machine.posting
+            self.now += self.machine.posting
         start = max(self.now, self.free_at.get(lane, 0.0))
         end = start + self.machine.collective_seconds(e.kind, e.lowering, e.dtype, e.nbytes, e.world)
         self.free_at[lane] = end

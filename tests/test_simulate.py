@@ -119,6 +119,13 @@ def test_interference_of_two_lanes_and_of_everything() -> None:
     assert t.forward == 4
 
 
+def test_starting_a_collective_takes_compute() -> None:
+    m = replace(MACHINE, posting=0.5)
+    t = run(k(1), ag("a", 2), ag("b", 2), k(3), Wait("a"), Wait("b"), k(1), machine=m)
+    assert t.step == 1.5 + 2 + 2 + 1  # sent without a gap from 1.5 on
+    assert (t.compute_busy, t.exposed_seconds) == (1 + 0.5 + 0.5 + 3 + 1, 0.5)
+
+
 def test_nothing_to_do() -> None:
     t = simulate([], MACHINE)
     assert (t.step, t.peak_gathered_bytes, t.peak_at, t.exposed) == (0, 0, 0, ())
