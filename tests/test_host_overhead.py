@@ -27,7 +27,7 @@ class Tiny(nn.Module):
 
 
 def test_forward_and_backward_of_300_tiny_parameters() -> None:
-    """World 1: at most 1.7 (seen: 1.45) times plain torch.compile. Fastest of many interleaved steps: noise only adds."""
+    """World 1: at most 1.6 (seen: 1.39) times plain torch.compile. Fastest of many interleaved steps: noise only adds."""
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -44,7 +44,7 @@ def test_forward_and_backward_of_300_tiny_parameters() -> None:
         dist.destroy_process_group()
         torch._dynamo.reset()
     print(f"plain {1e3 * best[0]:.2f} ms, fsdp {1e3 * best[1]:.2f} ms, ratio {best[1] / best[0]:.2f}")
-    assert best[1] <= 1.7 * best[0]
+    assert best[1] <= 1.6 * best[0]
 
 
 def _step(compiled: Callable[..., torch.Tensor], model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
