@@ -38,7 +38,7 @@ MATMUL_SECONDS = 0.6  # for each dtype
 STREAM_BYTES = 32 << 20  # larger than a cache
 SHARED_SECONDS = 0.4  # of collectives and of compute, run beside each other
 PROBE_BYTES = 4 << 20  # of the collective for that, and for traffic without pauses
-STEADY_SECONDS = 0.6  # of such traffic, after as much that is not timed
+STEADY_SECONDS = 0.6  # of such traffic, after as much that is not timed; less with fewer than 5 repeats
 IN_FLIGHT = 4
 
 
@@ -181,7 +181,7 @@ class Calibration:
 
         flying: collections.deque[Any] = collections.deque()
         one = self._agreed(self._timed(lambda: train(2 * IN_FLIGHT, flying)) / (2 * IN_FLIGHT))
-        count = max(1, min(1000, round(STEADY_SECONDS / one)))
+        count = max(1, min(1000, round(STEADY_SECONDS * min(1.0, self.config.repeats / 5) / one)))
         train(count, flying)
         self._finish()
         began = time.perf_counter()
