@@ -140,8 +140,7 @@ def loop(name: str, lowering: str = "fx", **shard: Any) -> Taken:
     return took
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("world", "name"), [(2, name) for name in LOOPS] + [(3, "evaluating"), (3, "two_then_two")])
 def test_loops_give_the_same_bits(pool, world, name):
     took = pool.run(world, loop, name)
     assert all(t == took[0] for t in took), "what is taken over is the same on every rank"
