@@ -119,7 +119,7 @@ def machine_of(config: CalibrateConfig, points: Sequence[Point], measured: dict[
     """The machine that fits. ``measured``: flops by dtype, memory, launch, interference, posting, the device's name, and ``steady``:
     points of traffic without pauses."""
 
-    def links(points: Sequence[Point]) -> dict[str, Link]:
+    def fitted(points: Sequence[Point]) -> dict[str, Link]:
         found = {}
         for key in dict.fromkeys(p.key for p in points):
             mine = [p for p in points if p.key == key]
@@ -129,7 +129,7 @@ def machine_of(config: CalibrateConfig, points: Sequence[Point], measured: dict[
     return Machine(
         name=measured["device"],
         rates=Rates(measured["flops"], measured["memory"], measured["launch"]),
-        links=at_steady(links(points), links(measured["steady"])),
+        links=at_steady(fitted(points), fitted(measured["steady"])),
         backend=config.backend,
         world=config.nproc,
         interference=measured["interference"],

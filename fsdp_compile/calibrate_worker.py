@@ -8,7 +8,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,11 +57,12 @@ class Calibration:
         rounds = self.config.repeats
         bar = self.progress.add_task("", total=len(VARIANTS) * len(dtypes) * (rounds + 1) + len(dtypes) + 2 + 2 * len(VARIANTS))
         mine = self._collectives(dtypes, bar)
-        steady, posting = {}, []
+        steady, posting = [], []
         for kind, lowering in {(p.kind, p.lowering): None for p in mine}:
             for nbytes in (self._probe_bytes // 8, self._probe_bytes):
                 self.progress.update(bar, description=f"{kind} {lowering} without a pause", advance=1)
-                steady[Point(kind, lowering, "float32", nbytes, 0.0)], post = self._steady(kind, lowering, nbytes)
+                seconds, post = self._steady(kind, lowering, nbytes)
+                steady.append(Point(kind, lowering, "float32", nbytes, seconds))
                 posting.append(post)
         flops = {}
         for name, dtype in dtypes:
@@ -76,20 +76,21 @@ class Calibration:
         shared = self._interference()
         self.progress.advance(bar)
         ranks: list[Any] = [None] * self.world
-        found = ([p.seconds for p in mine], flops, memory, launch, shared, steady, statistics.median(posting))
+        timed = [*mine, *steady]
+        found = ([p.seconds for p in timed], flops, memory, launch, shared, statistics.median(posting))
         dist.all_gather_object(ranks, found, group=self.control)
         slowest = [max(each) for each in zip(*(r[0] for r in ranks))]
-        points = [Point(p.kind, p.lowering, p.dtype, p.nbytes, s) for p, s in zip(mine, slowest)]
+        points = [Point(p.kind, p.lowering, p.dtype, p.nbytes, s) for p, s in zip(timed, slowest)]
         measured = {
             "device": device_name(self.device.type),
             "flops": {name: min(r[1][name] for r in ranks) for name in flops},
             "memory": min(r[2] for r in ranks),
             "launch": max(r[3] for r in ranks),
             "interference": statistics.mean(r[4] for r in ranks),
-            "posting": max(r[6] for r in ranks),
-            "steady": [replace(p, seconds=max(r[5][p] for r in ranks)) for p in steady],
+            "posting": max(r[5] for r in ranks),
+            "steady": points[len(mine) :],
         }
-        return points, measured
+        return points[: len(mine)], measured
 
     # --- Collectives ------------------------------------------------------------------------------------------------------
 

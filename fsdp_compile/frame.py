@@ -111,7 +111,7 @@ class Frame:
 
 def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) -> Automatic | None:
     """What option ``plan="auto"`` decides by; None without that option, or where nothing communicates."""
-    group = group_of(specs[0].group) if specs and options.automatic else None
+    group = _group_over(specs) if options.automatic else None
     if group is None or group.size() == 1:
         return None
     device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
@@ -121,18 +121,27 @@ def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) 
 
 def _on_cpu_ranks(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
     """Whether these parameters are on CPU ranks (not so in `explain`, which has no ranks). Raises ValueError if they are elsewhere."""
-    group = group_of(specs[0].group) if specs and dist.is_initialized() else None
+    group = _group_over(specs)
     if group is None or group.size() == 1:
         return False
-    if any(t.device.type != "cpu" for t in inputs if isinstance(t, torch.Tensor)):
+    if not _on_cpu(inputs):
         raise ValueError("option early_gathers is for CPU ranks: whether a shard has been written since is seen on the host")
     return True
 
 
 def _on_gloo(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:
     """Whether gloo carries these parameters' collectives (not so in `explain`, which has no group)."""
-    group = group_of(specs[0].group) if specs and dist.is_initialized() else None
-    return group is not None and is_gloo(group) and all(t.device.type == "cpu" for t in inputs if isinstance(t, torch.Tensor))
+    group = _group_over(specs)
+    return group is not None and is_gloo(group) and _on_cpu(inputs)
+
+
+def _group_over(specs: list[ParamSpec]) -> dist.ProcessGroup | None:
+    """The group of these parameters' collectives, if there are ranks."""
+    return group_of(specs[0].group) if specs and dist.is_initialized() else None
+
+
+def _on_cpu(inputs: Sequence[Any]) -> bool:
+    return all(t.device.type == "cpu" for t in inputs if isinstance(t, torch.Tensor))
 
 
 @functools.cache

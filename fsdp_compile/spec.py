@@ -1,4 +1,4 @@
-"""ParamSpec: the one vocabulary that graphs, passes and the runtime share.
+"""ParamSpec: the one vocabulary that graphs, passes and the runtime share. (And `Entry`, what `passes/lift.py` tells `runtime/early.py`.)
 
 A marker in a graph is ``fsdp_compile::unshard(shard, spec)``; ``spec`` is a `ParamSpec` written as one string. A string, because
 Dynamo then guards a parameter's whole description with one comparison, a printed graph is complete without side tables, and
@@ -178,3 +178,25 @@ def decode(text: str) -> ParamSpec:
         kind=m["kind"],
         reshard=m["keep"] == "reshard",
     )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A gather that a graph has at its entry (`passes/lift.py`). ``inputs``: which of the graph's inputs its shards are; ``dtype``: what
+    they are sent in; ``own``: by our own operators (`runtime/wire.py`)."""
+
+    params: tuple[str, ...]
+    inputs: tuple[int, ...]
+    world: int
+    group: str
+    dtype: str
+    own: bool
+
+    def __post_init__(self) -> None:
+        if len(self.params) != len(self.inputs) or not self.inputs:
+            raise ValueError(f"{len(self.params)} parameters of {len(self.inputs)} inputs")
+
+    @property
+    def text(self) -> str:
+        """What it sends, the same on every rank."""
+        return f"{self.dtype} group {self.group}: {', '.join(self.params)}"

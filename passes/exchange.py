@@ -13,7 +13,6 @@ as ordinary compute, in rank order on every rank. Coalesced reductions stay as t
 from __future__ import annotations
 
 import torch
-from fsdp_compile.runtime import local, wire  # noqa: F401  # their operators
 from torch import fx
 
 from .graph_ops import aten, c10d, emit
@@ -27,6 +26,7 @@ _GATHERS = {
     c10d.all_gather_into_tensor_coalesced.default: _ours.all_gather_coalesced.default,
 }
 SENT_GATHERS = tuple(_GATHERS.values())
+ALL_GATHERS = (*_GATHERS, *SENT_GATHERS)
 
 
 def exchange(graph: fx.Graph, transport: str) -> int:

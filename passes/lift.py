@@ -14,16 +14,16 @@ from __future__ import annotations
 import operator
 
 import torch
-from fsdp_compile.runtime.early import Entry  # and its operator
 from torch import fx
 
+from fsdp_compile.spec import Entry
+
 from .exchange import SENT_GATHERS
-from .graph_ops import c10d, emit, sources
+from .graph_ops import emit, sources
 from .roles import Role, nodes_of, role_of
 
 ENTRY = torch.ops.fsdp_compile.entry_gather.default
 _CAST = torch.ops.prims.convert_element_type.default
-_GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, *SENT_GATHERS)
 
 
 def lift(graph: fx.Graph) -> tuple[Entry, ...]:
@@ -33,7 +33,7 @@ def lift(graph: fx.Graph) -> tuple[Entry, ...]:
     first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr") and role_of(n) is None)
     lifted = []
     for launch, role in nodes_of(graph, "gather"):
-        if not launch < first or launch.target not in _GATHERS:
+        if not launch < first:
             break
         shards = [_shard(x) for x in sources(launch)]
         if all(s in place for s in shards):

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from torch import fx
 
-from fsdp_compile.spec import ParamSpec
+from fsdp_compile.spec import Entry, ParamSpec
 
 from .bucket import BucketPlan, bucket
 from .exchange import ALL_TO_ALLS, TRANSPORTS, exchange
 from .graph_ops import positions, sources
 from .insert import insert
-from .lift import Entry, lift
+from .lift import lift
 from .lower import lower
 from .roles import nodes_of, role_of
 from .schedule import SchedulePlan, gather_peak, schedule

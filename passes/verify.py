@@ -16,7 +16,7 @@ from torch import fx
 
 from fsdp_compile.spec import ParamSpec
 
-from .exchange import ALL_TO_ALLS, SENT_GATHERS
+from .exchange import ALL_GATHERS, ALL_TO_ALLS
 from .graph_ops import FREE, REDUCE_GRAD, UNSHARD, alias_closure, c10d, is_alias_op, output_of, positions, written_args
 from .roles import Role, nodes_of, role_of
 
@@ -37,7 +37,7 @@ class Expectation:
 
 
 _LAUNCHES = {
-    "gather": (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default, *SENT_GATHERS),
+    "gather": ALL_GATHERS,
     "reduce": (
         c10d.reduce_scatter_tensor.default,
         c10d.reduce_scatter_tensor_coalesced.default,

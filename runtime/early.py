@@ -19,6 +19,7 @@ Comparing needs the values on the host, so this is for CPU ranks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import weakref
 from collections.abc import Hashable, Sequence
@@ -29,34 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import wire  # noqa: F401  # its operators
+from fsdp_compile.spec import Entry, decode
+
 from .order import fingerprint, same_on_all_ranks
 
 _LIB = torch.library.Library("fsdp_compile", "FRAGMENT")
 _LIB.define("entry_gather(Tensor[] shards, int world, str group, str dtype, bool own) -> Tensor[]")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A gather that a graph has at its entry (`passes/lift.py`). ``inputs``: which of the graph's inputs its shards are; ``dtype``: what
-    they are sent in; ``own``: by our own operators (`runtime/wire.py`)."""
-
-    params: tuple[str, ...]
-    inputs: tuple[int, ...]
-    world: int
-    group: str
-    dtype: str
-    own: bool
-
-    def __post_init__(self) -> None:
-        if len(self.params) != len(self.inputs) or not self.inputs:
-            raise ValueError(f"{len(self.params)} parameters of {len(self.inputs)} inputs")
-
-    @property
-    def text(self) -> str:
-        """What it sends, the same on every rank."""
-        return f"{self.dtype} group {self.group}: {', '.join(self.params)}"
 
 
 def _launch(sent: list[Tensor], world: int, group: str, own: bool) -> list[Tensor]:
@@ -176,9 +156,11 @@ class Early:
             self.flights = [_start(g, refs) for g, refs in zip(plan.gathers, plan.shards)]
 
     def failed(self) -> None:
-        """A graph failed: nothing follows from it."""
+        """A graph failed: nothing follows from it, and what it was to take over is dropped."""
         self.last = self.after = None
-        _ready.clear()
+        while _ready:
+            with contextlib.suppress(RuntimeError):  # a peer has died: the graph's own error says so
+                _ready.popitem()[1].drop()
 
 
 def _start(gather: Entry, refs: tuple[weakref.ref[Tensor], ...]) -> _Flight:
@@ -214,8 +196,6 @@ def after_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _group_of(p: Any) -> str | None:
-    from fsdp_compile.spec import decode
-
     text = p.__dict__.get("_fsdp_spec")
     return None if text is None else decode(text).group
 

@@ -37,13 +37,9 @@ class Move:
 
     def __call__(self, leaf: Tensor) -> None:
         """Move what is on ``leaf.grad``; a post-accumulate hook of the leaf's, too."""
-        g = leaf.grad
-        if g is not None:  # the hook also fires when a graph gave no gradient
-            self.move(leaf, g)
-
-    def move(self, leaf: Tensor, g: Tensor) -> None:
-        """Move ``g``, which is on ``leaf.grad``."""
-        owner = self.owner()
+        g, owner = leaf.grad, self.owner()
+        if g is None:  # the hook also fires when a graph gave no gradient
+            return
         leaf.grad = None
         if owner is None:
             return
@@ -117,7 +113,7 @@ def deliver() -> None:
                 rest.append((move, leaf))
                 continue
             leaf.grad = None
-            p.grad = compat.dtensor_like(g if move.as_it_is else move.part(g), p)
+            p.grad = compat.dtensor_like(move.part(g), p)
     for move, leaf in rest:
         move(leaf)
 

@@ -1,4 +1,5 @@
-"""The operators that mark a sharded parameter in a graph: schema, fake kernel, eager kernel and autograd rule, side by side.
+"""The operators that mark a sharded parameter in a graph: schema, fake kernel, eager kernel and autograd rule, side by side. Importing
+this registers the others', too: those that passes put into graphs (`early`, `local`, `wire`).
 
     unshard(Tensor shard, str spec) -> Tensor         [shard_numel] → spec.shape, in spec.compute_dtype
     reduce_grad(Tensor grad, str spec) -> Tensor      spec.shape → [shard_numel], in spec.dtype
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from fsdp_compile.spec import ParamSpec, decode
 
+from . import early as _early  # noqa: F401  # its operator, as of the next two
+from . import local as _local  # noqa: F401
+from . import wire as _wire  # noqa: F401
 from .accumulation import claim
 from .grads import expect
 from .order import same_on_all_ranks

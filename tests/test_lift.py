@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_compile.passes.lift import ENTRY, Entry
+from fsdp_compile.passes.lift import ENTRY
 from fsdp_compile.passes.pipeline import Scheduled, run_passes
 from graphs import Program, capture, chain, plan_of
 from ranks import Ranks
 from torch import fx
+
+from fsdp_compile.spec import Entry
 
 
 def both(program: Program, direction: str = "forward", **plan: Any) -> tuple[fx.GraphModule, fx.GraphModule, Scheduled]:
