@@ -47,8 +47,9 @@ def fully_shard(
     Same arguments as torch's ``torch.distributed.fsdp.fully_shard``, but called once, on the whole model. Parameters become
     DTensors ``Shard(0)`` (scalars: ``Replicate``); FQNs, ties and Python attributes stay; optimizers built earlier are re-pointed.
 
-    mesh: one-dimensional; None: all ranks. mp_policy: as torch's, or just the compute dtype. reshard_after_forward: None or True
-    frees gathered weights after forward, False keeps them for backward. ignored_params: left as they are, neither sharded
+    mesh: one-dimensional; None: all ranks. mp_policy: as torch's, or just the compute dtype. reshard_after_forward: True frees
+    all gathered weights after forward, None (the default) all but the last, which backward needs first: as many as one rank's shards
+    take; False keeps all for backward. ignored_params: left as they are, neither sharded
     nor reduced. reduce_op: "avg" (over ranks) or "sum". sync_module_states: start from rank 0's parameters and buffers;
     False: each rank's own. timeout_s: seconds to wait for the other ranks while comparing models.
 
@@ -91,8 +92,7 @@ def shard(
     ignored = frozenset(id(p) for p in ignored_params or ())
     owners = owners_of(module, set(ignored))
     mesh, group = resolve_mesh(mesh, _device_type(owners), timeout_s)
-    keep = reshard_after_forward is False
-    specs = specs_for(owners, group.group_name, mesh.size(), policy, reduce_op, keep)
+    specs = specs_for(owners, group.group_name, mesh.size(), policy, reduce_op, reshard_after_forward)
     described = [s.encode() + f" trainable={owners[i][0].requires_grad}" for i, s in specs.items()]
     agree(group, "model", described + _buffer_lines(module), timeout_s)
     if sync_module_states:
@@ -100,7 +100,13 @@ def shard(
     new_of, nbytes, padding = _build(owners, specs, mesh, sync_module_states)
     if sync_module_states and mesh.size() > 1:
         _broadcast_buffers(module, mesh)
-    given = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep, "ignored_params": ignored, "reduce_op": reduce_op}
+    given = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": reshard_after_forward,
+        "ignored_params": ignored,
+        "reduce_op": reduce_op,
+    }
     state = FSDPState(mesh, ignored, module_classes(module), nbytes, padding, given)
     names_of: dict[nn.Module, list[str]] = {}
     for i, (_, places) in owners.items():
@@ -176,14 +182,14 @@ def specs_for(
     world: int,
     policy: MixedPrecisionPolicy,
     reduce_op: str,
-    keep: bool,
+    reshard: bool | None,
 ) -> dict[int, ParamSpec]:
-    """``id(parameter)`` → its spec, for `owners_of`'s result. ``keep``: stay gathered between forward and backward."""
-    return {i: _spec(places[0][2], p, group, world, policy, reduce_op, keep) for i, (p, places) in owners.items()}
+    """``id(parameter)`` → its spec, for `owners_of`'s result. ``reshard``: free gathered weights after forward."""
+    return {i: _spec(places[0][2], p, group, world, policy, reduce_op, reshard) for i, (p, places) in owners.items()}
 
 
 def _spec(
-    fqn: str, p: nn.Parameter, group: str, world: int, policy: MixedPrecisionPolicy, reduce_op: str, keep: bool
+    fqn: str, p: nn.Parameter, group: str, world: int, policy: MixedPrecisionPolicy, reduce_op: str, reshard: bool | None
 ) -> ParamSpec:
     compute = policy.param_dtype or p.dtype
     reduce = policy.reduce_dtype or compute
@@ -200,7 +206,7 @@ def _spec(
         world=world,
         reduce_op=reduce_op,
         kind="shard" if p.dim() else "replicate",
-        reshard=not keep,
+        reshard=reshard,
     )
 
 

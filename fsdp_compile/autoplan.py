@@ -57,10 +57,15 @@ class Decision:
 
 
 def decide(
-    graphs: Sequence[tuple[str, fx.Graph]], plan: Plan, automatic: Automatic, escaping: frozenset[str], may_keep: bool
+    graphs: Sequence[tuple[str, fx.Graph]],
+    plan: Plan,
+    automatic: Automatic,
+    escaping: frozenset[str],
+    may_keep: bool,
+    usual: frozenset[str] = frozenset(),
 ) -> Decision:
     """The fastest plan for these graphs, (direction, graph) each, forward first; they are rewritten on the way. ``plan``: transport and
-    lowering. ``may_keep``: whether weights may stay gathered from forward to backward. Raises ValueError, with the least possible, if no
+    lowering. ``may_keep``: whether weights may stay gathered from forward to backward; ``usual``: which do by default. Raises ValueError, with the least possible, if no
     plan keeps within the budget."""
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
@@ -72,11 +77,11 @@ def decide(
     build = replanner(works, plan.bucket.mode, plan.transport != "native")
     budget, least = automatic.memory_budget, simulate(works, automatic.machine).peak_gathered_bytes
     if budget is None:
-        default = build(Options.bucket_bytes, Options.prefetch, None, frozenset())
+        default = build(Options.bucket_bytes, Options.prefetch, None, usual)
         budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
     if least > budget:
         raise ValueError(f"option memory_budget: no plan keeps gathered weights within {budget} bytes here; the least possible is {least}")
-    sets = keeps(works) if may_keep else [frozenset[str]()]
+    sets = [*dict.fromkeys([*keeps(works), usual])] if may_keep else [frozenset[str]()]
     try:
         best = choose(build, automatic.machine, budget, keep=sets)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same

@@ -110,7 +110,7 @@ def _plain(model: nn.Module, opts: Options, world: int) -> _Subject:
         group, world = opts.mesh.get_group().group_name, opts.mesh.size()
     owners = owners_of(model, {id(p) for p in opts.ignored_params or ()})
     policy = policy_of(opts.mp_policy)
-    specs = specs_for(owners, group, world, policy, opts.reduce_op, opts.reshard_after_forward is False)
+    specs = specs_for(owners, group, world, policy, opts.reduce_op, opts.reshard_after_forward)
     seen, stand_ins = {}, []
     for i, (p, places) in owners.items():
         read = p

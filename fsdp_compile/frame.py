@@ -73,7 +73,8 @@ class Frame:
         def try_out(joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             assert self.automatic is not None
             graphs = [("forward", forward.graph), ("backward", backward.graph)]
-            self.decision = decide(graphs, plan, self.automatic, self._may_escape(forward), not self.ends_early)
+            usual = frozenset() if self.ends_early else kept(joint.graph, None)
+            self.decision = decide(graphs, plan, self.automatic, self._may_escape(forward), not self.ends_early, usual)
             self._keep(joint.graph, self.decision.keep)
 
         def attach(done: Scheduled, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +85,7 @@ class Frame:
             return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
         settings = compat_compile.Settings(
             dict(self.options.inductor),
-            f"{sources_digest()} {plan} {written} {self.automatic} {self.options.keep_bytes} {self.ends_early}" if self.cached else "",
+            f"{sources_digest()} {plan} {written} {self.automatic} {self.options.kept_bytes} {self.ends_early}" if self.cached else "",
             self.cached,
             self.lower,
         )
@@ -93,7 +94,7 @@ class Frame:
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
-        self.kept = kept(graph, 0 if self.ends_early else self.options.keep_bytes, self.written.keep)
+        self.kept = kept(graph, 0 if self.ends_early else self.options.kept_bytes, self.written.keep)
         self._keep(graph, self.kept)
         self.observe("tagged", graph, "joint")
 
@@ -101,11 +102,11 @@ class Frame:
         """Let the partitioner carry these from forward to backward, and what the program returns or the user wishes; nothing else."""
         self.kept = kept
         keep = self.escaping = markers.escaping(graph) | kept
-        markers.tag_joint(graph, compat.set_recompute, lambda spec: not spec.reshard or spec.fqn in keep)
+        markers.tag_joint(graph, compat.set_recompute, lambda spec: spec.reshard is False or spec.fqn in keep)
 
     def _may_escape(self, gm: fx.GraphModule) -> frozenset[str]:
         """Parameters whose whole value may leave the graph: returned by the program, or kept for backward by the user's wish."""
-        wished = frozenset(s.fqn for s in markers.marker_specs(gm) if not s.reshard)
+        wished = frozenset(s.fqn for s in markers.marker_specs(gm) if s.reshard is False)
         return wished | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
 
 

@@ -52,7 +52,8 @@ class Options:
       limit_all_gathers       most bytes of gathered weights alive at once
       limit_reduce_scatters   most bytes of reductions in flight
       keep_bytes              most bytes of gathered weights carried from forward to backward: those used last, which backward uses
-                              first (0: every weight is gathered again)
+                              first (0: every weight is gathered again; None: as many as one rank's shards take, or 0 where
+                              reshard_after_forward is True, a plan is given or gathers are limited)
       early_gathers           the gathers that a graph waits for first start before it: at the end of the forward graph those of
                               backward, after the optimizer's step those of the next forward. These weights then stay gathered in
                               between; what was started before a shard was written is dropped. On CPU ranks
@@ -82,7 +83,7 @@ class Options:
     prefetch: int = 2
     limit_all_gathers: int | None = None
     limit_reduce_scatters: int | None = None
-    keep_bytes: int = 0
+    keep_bytes: int | None = None
     early_gathers: bool = False
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None
     memory_budget: int | None = None
@@ -105,7 +106,7 @@ class Options:
         if not isinstance(self.early_gathers, bool):
             raise TypeError(f"option early_gathers must be True or False, got {self.early_gathers!r}")
         check_inductor(self.inductor)
-        if self.keep_bytes < 0:
+        if self.keep_bytes is not None and self.keep_bytes < 0:
             raise ValueError(f"option keep_bytes must not be negative, got {self.keep_bytes}")
         if self.bucket_bytes is not None and self.min_num_params is not None:
             raise ValueError("options bucket_bytes and min_num_params exclude each other")
@@ -124,6 +125,13 @@ class Options:
         """Whether the plan is made when a graph is compiled."""
         return self.plan == AUTO
 
+    @property
+    def kept_bytes(self) -> int | None:
+        """``keep_bytes`` for `keep.kept`; None: one rank's shards."""
+        if self.keep_bytes is None and (self.reshard_after_forward or self.plan is not None or self.limit_all_gathers is not None):
+            return 0
+        return self.keep_bytes
+
     def _refuse_twice(self, written: Written) -> None:
         """What the plan says, no option may say, too."""
         if self.memory_budget is not None:
@@ -138,7 +146,7 @@ class Options:
                 raise ValueError(f"options {name} and plan={AUTO!r} both decide this: leave {name} out")
         both = {
             "limit_all_gathers": self.limit_all_gathers is not None and written.limit_all_gathers is not None,
-            "keep_bytes": self.keep_bytes > 0 and bool(written.keep),
+            "keep_bytes": bool(self.keep_bytes) and bool(written.keep),
             "bucket_modules": bool(self.bucket_modules) and bool(written.buckets),
             "prefetch": self.prefetch != Options.prefetch and bool(written.prefetch),
         }
@@ -151,7 +159,7 @@ class Options:
     def _check_types(self) -> None:
         for name in (*WHOLE_NUMBERS, "memory_budget"):
             value = getattr(self, name)
-            if name not in ("prefetch", "keep_bytes") and value is None:
+            if name != "prefetch" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"option {name} must be a whole number, got {value!r}" + as_bytes(value))

@@ -64,14 +64,15 @@ def make_plan(
     budget = default_time.peak_gathered_bytes if memory_budget is None else memory_budget
     if not default.buckets:  # one rank, or nothing that a graph gathers
         return Planned(default.plan, default, default_time, default_time, budget)
-    finest, finest_time = explained(bucket_bytes=0, prefetch=0, limit_reduce_scatters=1 << 62)
+    finest, finest_time = explained(bucket_bytes=0, prefetch=0, keep_bytes=0, limit_reduce_scatters=1 << 62)
     if budget < finest_time.peak_gathered_bytes:
         raise ValueError(
             f"memory_budget: no plan keeps gathered weights within {budget} bytes; the least possible is {finest_time.peak_gathered_bytes}"
         )
-    candidates = [(default, default_time), explained(bucket_bytes=0, prefetch=0)]
+    candidates = [(default, default_time), explained(bucket_bytes=0, prefetch=0, keep_bytes=0)]
     with contextlib.suppress(ValueError):  # replanned events see a little more alive than there is: there may be nothing within the budget
-        best = choose(replanner(finest.works, mode, exchange), machine, budget, keep=keeps(finest.works))
+        sets = [*dict.fromkeys([*keeps(finest.works), frozenset(default.plan["keep"])])]
+        best = choose(replanner(finest.works, mode, exchange), machine, budget, keep=sets)
         decided = {"bucket_bytes": best["bucket_bytes"], "prefetch": best["prefetch"], "plan": {"keep": list(best["keep"])}}
         if mode == "coalesced":
             decided["limit_all_gathers"] = best["limit_all_gathers"]

@@ -28,6 +28,7 @@ DTYPES = {
     )
 }
 KINDS = ("shard", "replicate")
+_RESHARD = {None: "reshard", True: "always", False: "keep"}
 REDUCE_OPS = ("avg", "sum")
 _REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -49,6 +50,8 @@ class ParamSpec:
         [r0 r1 r2 r3]   [r4 r5 r6 r7]   [r8 r9  .  . ]     d0 = 10, world 3: chunk 4 rows, two rows of padding
 
     kind ``replicate`` (scalars): every rank holds the whole; it still travels in its neighbours' collectives.
+
+    reshard: freed after forward: True, always; None, unless it is among what `keep.kept` carries to backward by default; False, never.
     """
 
     fqn: str
@@ -60,7 +63,7 @@ class ParamSpec:
     world: int
     reduce_op: str = "avg"
     kind: str = "shard"
-    reshard: bool = True
+    reshard: bool | None = None
 
     def __post_init__(self) -> None:
         if self.world < 1:
@@ -139,7 +142,7 @@ class ParamSpec:
     def encode(self) -> str:
         """The spec as one string; `decode` reads it back. The FQN stands last because it may contain any character."""
         shape = ", ".join(map(str, self.shape))
-        keep = "reshard" if self.reshard else "keep"
+        keep = _RESHARD[self.reshard]
         return (
             f"{dtype_name(self.dtype)}[{shape}] | compute {dtype_name(self.compute_dtype)} | "
             f"reduce {dtype_name(self.reduce_dtype)} {self.reduce_op} | group {self.group} x {self.world} | "
@@ -152,7 +155,7 @@ class ParamSpec:
 
 _PATTERN = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\] \| compute (?P<compute>\w+) \| reduce (?P<reduce>\w+) (?P<op>\w+) \| "
-    r"group (?P<group>.*?) x (?P<world>\d+) \| (?P<kind>\w+) (?P<keep>reshard|keep) \| (?P<fqn>.*)",
+    r"group (?P<group>.*?) x (?P<world>\d+) \| (?P<kind>\w+) (?P<keep>reshard|always|keep) \| (?P<fqn>.*)",
     re.DOTALL,
 )
 
@@ -176,7 +179,7 @@ def decode(text: str) -> ParamSpec:
         world=int(m["world"]),
         reduce_op=m["op"],
         kind=m["kind"],
-        reshard=m["keep"] == "reshard",
+        reshard=next(k for k, v in _RESHARD.items() if v == m["keep"]),
     )
 
 

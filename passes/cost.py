@@ -29,7 +29,7 @@ from fsdp_compile import compat
 
 from .exchange import ALL_TO_ALLS
 from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources
-from .roles import role_of
+from .roles import Kept, role_of
 
 log = logging.getLogger("fsdp_compile.passes")
 
@@ -88,7 +88,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Free:
-    """``nbytes`` of gathered buffers of ``bucket`` are no longer needed."""
+    """``nbytes`` of gathered buffers of ``bucket`` are no longer needed; of what forward left to backward: ``"kept FQN"``."""
 
     bucket: str
     nbytes: int
@@ -158,7 +158,8 @@ def _launch(node: fx.Node) -> Launch:
 
 
 def _frees(graph: fx.Graph, at: dict[fx.Node, int]) -> Iterable[tuple[int, Free]]:
-    """Where each gathered buffer dies: at its ``free``, or in a lowered graph after the last use of any view of it."""
+    """Where each gathered buffer dies: at its ``free``, or in a lowered graph after the last use of any view of it, as one that
+    forward has kept does."""
     out = output_of(graph)
     freed = set()
     for n in graph.nodes:
@@ -166,6 +167,12 @@ def _frees(graph: fx.Graph, at: dict[fx.Node, int]) -> Iterable[tuple[int, Free]
         if role is not None and role.kind == "free":
             freed.add(role.bucket)
             yield at[n], Free(role.bucket, role.nbytes)
+    dies: dict[Kept, int] = {}
+    for n in graph.nodes:
+        kept = n.meta.get(Kept.KEY) if n.op == "placeholder" else None
+        if kept is not None:
+            dies[kept] = max(dies.get(kept, 0), *(at[u] for a in alias_closure([n]) for u in (a, *a.users)))
+    yield from ((place, Free(f"kept {kept.fqn}", kept.nbytes)) for kept, place in dies.items())
     for n in graph.nodes:
         role = role_of(n)
         if role is None or role.kind != "wait_gather" or role.bucket in freed:

@@ -11,6 +11,7 @@ from torch import fx
 from fsdp_compile.spec import ParamSpec, decode
 
 from .graph_ops import COLLECT, REDUCE_GRAD, UNSHARD, WITH_PENDING, alias_closure, aten, is_alias_op
+from .roles import Kept
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _UNARY = {aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default}
@@ -186,8 +187,13 @@ def tag_joint(graph: fx.Graph, set_recompute: Callable[[fx.Node, bool], None], i
     """
     for node in graph.nodes:
         if is_marker(node):
-            keep = is_saved(decode(node.args[1]))
+            spec = decode(node.args[1])
+            keep = is_saved(spec)
             set_recompute(node, keep)
+            for n in alias_closure([node]):  # whichever of them the partitioner saves
+                n.meta.pop(Kept.KEY, None)
+                if keep:
+                    n.meta[Kept.KEY] = Kept(spec.fqn, spec.gathered_bytes)
             if not keep:
                 for n in unary_chain(node)[1:]:
                     set_recompute(n, False)

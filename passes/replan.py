@@ -42,6 +42,7 @@ class Base:
     kernels: tuple[Kernel, ...]
     gathers: tuple[_Part, ...]
     reduces: tuple[_Part, ...]
+    kept: tuple[tuple[int, Free], ...] = ()  # of what an earlier graph has gathered
 
 
 def base_of(work: Work) -> Base:
@@ -50,6 +51,7 @@ def base_of(work: Work) -> Base:
     found: dict[str, dict[str, list]] = {}
     launches: dict[str, tuple[Launch, int]] = {}
     waits: dict[str, int] = {}
+    kept: list[tuple[int, Free]] = []
     ours: list[Kernel] = []
     last_wait = ""
     for e in work.events:
@@ -67,8 +69,10 @@ def base_of(work: Work) -> Base:
         elif isinstance(e, Wait):
             waits.setdefault(e.bucket, len(kernels))
             last_wait = e.bucket
+        elif isinstance(e, Free) and e.bucket not in found:
+            kept.append((max(len(kernels) - 1, 0), e))
         elif isinstance(e, Free):
-            found[e.bucket]["frees"].append((len(kernels) - 1, e))
+            found[e.bucket]["frees"].append((max(len(kernels) - 1, 0), e))
     if ours:
         (found[last_wait]["after"] if last_wait else kernels).extend(ours)
     gathers: list[_Part] = []
@@ -78,7 +82,7 @@ def base_of(work: Work) -> Base:
         gather = launch.kind == "all_gather"
         part = _Part(launch, tuple(f["before"]), tuple(f["after"]), waits[name] if gather else place, waits[name], tuple(f["frees"]))
         (gathers if gather else reduces).append(part)
-    return Base(work.direction, tuple(kernels), tuple(gathers), tuple(reduces))
+    return Base(work.direction, tuple(kernels), tuple(gathers), tuple(reduces), tuple(kept))
 
 
 def keepable(bases: Sequence[Base]) -> list[tuple[str, int]]:
@@ -107,15 +111,18 @@ def replan(
     """The events under another plan; the arguments are those of `BucketPlan` and `SchedulePlan`. ``mode``: how gathers are merged, and
     reductions unless ``exchange`` builds them on all-to-all (always one buffer). ``keep``: weights that forward does not free and backward
     does not gather. Raises ValueError if the limit cannot be kept."""
-    parts = [replace(p, frees=()) if keep.issuperset(p.launch.params) else p for p in base.gathers]
-    if base.direction == "backward":
-        parts = [p for p in parts if not keep.issuperset(p.launch.params)]
+    left = [p for p in base.gathers if keep.issuperset(p.launch.params)]
+    parts, kept = [p for p in base.gathers if p not in left], list(base.kept)
+    if base.direction == "forward":
+        parts = [replace(p, frees=()) if p in left else p for p in base.gathers]
+    else:
+        kept += [(i, replace(f, bucket=f"kept {p.launch.params[0]}")) for p in left for i, f in p.frees]
     gathers = [_merged(g, f"ag{i}", mode) for i, g in enumerate(_buckets(parts, bucket_bytes, limit_gathers, False), 1)]
     reduce_mode = "packed" if exchange else mode
     reduces = [_merged(g, f"rs{i}", reduce_mode) for i, g in enumerate(_buckets(base.reduces, bucket_bytes, None, True), 1)]
     gathers.sort(key=lambda g: g.place)
     reduces.sort(key=lambda r: r.place)
-    events = _place(base.kernels, gathers, reduces, prefetch, limit_gathers)
+    events = _place(base.kernels, gathers, reduces, kept, prefetch, limit_gathers)
     if limit_gathers is not None and (peak := _peak(events)) > limit_gathers:
         raise ValueError(f"a limit of {limit_gathers} gathered bytes cannot be kept with these buckets: {peak} are needed at once")
     return Work(base.direction, tuple(events))
@@ -154,13 +161,21 @@ def _merged(parts: Sequence[_Part], name: str, mode: str) -> _Part:
 
 
 def _place(
-    kernels: Sequence[Kernel], gathers: Sequence[_Part], reduces: Sequence[_Part], prefetch: int, limit: int | None
+    kernels: Sequence[Kernel],
+    gathers: Sequence[_Part],
+    reduces: Sequence[_Part],
+    kept: Sequence[tuple[int, Free]],
+    prefetch: int,
+    limit: int | None,
 ) -> list[Event]:
     """`schedule._place`, on events."""
     events: list[Event] = []
     end = len(kernels)
     arriving: dict[int, list[_Part]] = {}
     freed: dict[int, list[Free]] = {}
+    dropped: dict[int, list[Free]] = {}  # what came in gathered: a schedule does not count it
+    for at, f in kept:
+        dropped.setdefault(at, []).append(f)
     for g in gathers:
         arriving.setdefault(g.place, []).append(g)
         for i, f in g.frees:
@@ -199,7 +214,7 @@ def _place(
         for g in arriving.get(i, ()):
             events.extend((Wait(g.launch.bucket), *g.after))
         if i < end:
-            events.append(kernels[i])
+            events += [kernels[i], *dropped.get(i, ())]
             for f in freed.get(i, ()):
                 events.append(f)
                 alive -= f.nbytes
@@ -209,10 +224,12 @@ def _place(
 
 def _peak(events: Sequence[Event]) -> int:
     alive = peak = 0
+    mine: set[str] = set()
     for e in events:
         if isinstance(e, Launch) and e.kind == "all_gather":
+            mine.add(e.bucket)
             alive += e.nbytes
             peak = max(peak, alive)
-        elif isinstance(e, Free):
+        elif isinstance(e, Free) and e.bucket in mine:
             alive -= e.nbytes
     return peak

@@ -45,6 +45,17 @@ class Role:
         return replace(self, kind=kind, **{"nbytes": 0, **changes})
 
 
+@dataclass(frozen=True)
+class Kept:
+    """In ``meta`` of a marker that stays gathered for backward, and so of the placeholder by which it comes there. ``nbytes``: of the
+    gathered buffer."""
+
+    KEY = "fsdp_kept"
+
+    fqn: str
+    nbytes: int
+
+
 def role_of(node: fx.Node) -> Role | None:
     """The role of one of our nodes; None for everybody else's."""
     return node.meta.get(KEY)

@@ -127,7 +127,7 @@ def capture(program: Program, style: str = "fx", grad: bool = True, keep_bytes: 
     def joint(graph: fx.Graph) -> None:
         got.joint = copy.deepcopy(graph)
         got.escaping = keep = markers.escaping(graph) | keep_of(graph, keep_bytes)
-        markers.tag_joint(graph, compat.set_recompute, lambda s: not s.reshard or s.fqn in keep)
+        markers.tag_joint(graph, compat.set_recompute, lambda s: s.reshard is False or s.fqn in keep)
 
     def transform(graph_module: fx.GraphModule, is_backward: bool) -> None:
         got.graphs["backward" if is_backward else "forward"] = copy.deepcopy(graph_module)
@@ -140,7 +140,7 @@ def capture(program: Program, style: str = "fx", grad: bool = True, keep_bytes: 
             compat_compile.compile_fx_graphs(gm, args + program.inputs_of(0), transform, attach, joint)
         else:
             compat_compile.compile_inductor(gm, args + program.inputs_of(0), transform, attach, joint, compat_compile.Settings(lower=False))
-    kept = frozenset(s.fqn for s in program.specs if not s.reshard)
+    kept = frozenset(s.fqn for s in program.specs if s.reshard is False)
     if got.joint is None:
         got.escaping = markers.escaping(got.graphs["forward"].graph)
     got.escaping |= kept
