@@ -65,8 +65,8 @@ def decide(
     usual: frozenset[str] = frozenset(),
 ) -> Decision:
     """The fastest plan for these graphs, (direction, graph) each, forward first; they are rewritten on the way. ``plan``: transport and
-    lowering. ``may_keep``: whether weights may stay gathered from forward to backward; ``usual``: which do by default. Raises ValueError, with the least possible, if no
-    plan keeps within the budget."""
+    lowering. ``may_keep``: whether weights may stay gathered from forward to backward; ``usual``: which do by default. Raises
+    ValueError, with the least possible, if no plan keeps within the budget."""
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
     for direction, graph in graphs:
