@@ -53,7 +53,7 @@ class Options:
       limit_reduce_scatters   most bytes of reductions in flight
       keep_bytes              most bytes of gathered weights carried from forward to backward: those used last, which backward uses
                               first (0: every weight is gathered again; None: as many as one rank's shards take, or 0 where
-                              reshard_after_forward is True, a plan is given or gathers are limited)
+                              reshard_after_forward is True, a plan is given, gathers are limited or packed)
       early_gathers           the gathers that a graph waits for first start before it: at the end of the forward graph those of
                               backward, after the optimizer's step those of the next forward. These weights then stay gathered in
                               between; what was started before a shard was written is dropped. On CPU ranks
@@ -127,8 +127,10 @@ class Options:
 
     @property
     def kept_bytes(self) -> int | None:
-        """``keep_bytes`` for `keep.kept`; None: one rank's shards."""
-        if self.keep_bytes is None and (self.reshard_after_forward or self.plan is not None or self.limit_all_gathers is not None):
+        """``keep_bytes`` for `keep.kept`; None: one rank's shards. Not so where something else decides, and not with packed buckets,
+        which what is kept cannot share with what is freed."""
+        decided = self.reshard_after_forward or self.plan is not None or self.limit_all_gathers is not None
+        if self.keep_bytes is None and (decided or self.collective == "packed"):
             return 0
         return self.keep_bytes
 

@@ -35,7 +35,7 @@ def run(script: Script, on: bool, lowering: str = "fx", **shard: Any) -> tuple[l
     early.Early.settle = watched  # type: ignore[method-assign]
     try:
         model = fully_shard(models.mlp(), **shard)
-        options = {"lowering": lowering, "bucket_bytes": 0, "early_gathers": on}
+        options = {"lowering": lowering, "bucket_bytes": 0, "keep_bytes": 0, "early_gathers": on}
         script(model, torch.compile(model, backend="fsdp", options=options))
         return [parity.full(p) for p in model.parameters()], taken
     finally:

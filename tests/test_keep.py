@@ -62,6 +62,7 @@ def test_never_by_default_where_reshard_says_true() -> None:
         ({"reshard_after_forward": True}, 0),
         ({"reshard_after_forward": True, "keep_bytes": 5}, 5),
         ({"limit_all_gathers": 100}, 0),
+        ({"collective": "packed"}, 0),
         ({"plan": {}}, 0),
         ({"plan": "auto"}, 0),
     ],

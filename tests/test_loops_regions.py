@@ -132,7 +132,7 @@ def checkpointed(form: str, lowering: str) -> tuple[list[int], set[int]]:
     plain = Blocks(form, 10, 14)
     tol = 2e-2 if (form, lowering) == ("autocast", "inductor") else 1e-5  # Inductor rounds to bfloat16 less often than eager
     grads_like_slices(model, plain, lambda run, x, y: models.square_loss(run(x)[:, :3], y), fast, tol)
-    wide = fully_shard(Blocks(form, WIDTH, HIDDEN))
+    wide = fully_shard(Blocks(form, WIDTH, HIDDEN), reshard_after_forward=True)
     out = torch.compile(wide, backend="fsdp", options={"lowering": lowering})(torch.randn(ROWS, WIDTH))
     alive = saved_sizes(out)
     out.sum().backward()
