@@ -25,13 +25,15 @@ from .accumulation import reduced
 class Move:
     """Moves gradients from the leaf of ``p``, whose first ``local_numel`` elements are this rank's part."""
 
-    __slots__ = ("as_it_is", "hooked", "leaf", "local_numel", "local_shape", "owner")
+    __slots__ = ("as_it_is", "hooked", "leaf", "local_numel", "local_shape", "owner", "spec")
 
     def __init__(self, p: nn.Parameter, leaf: nn.Parameter) -> None:
         local = p._local_tensor  # type: ignore[attr-defined]
         self.leaf, self.owner = weakref.ref(leaf, _forget), weakref.ref(p)
         self.local_shape, self.local_numel = local.shape, local.numel()
         self.as_it_is = local.shape == leaf.shape
+        like = p._spec  # type: ignore[attr-defined]
+        self.spec = like if like.tensor_meta.dtype == leaf.dtype else None  # of a gradient's DTensor, if `p` still has it by then
         self.hooked = False
         _moves[self.leaf] = self
 
@@ -102,18 +104,19 @@ def expect() -> None:
 def deliver() -> None:
     """Move every gradient that has arrived: first, in one go, those that only need a DTensor made of them; then, outside of
     `plain_attributes`, those that may call the user's hooks."""
-    rest = []
+    rest, make = [], compat.dtensor_of
     with compat.plain_attributes():
         for move in list(_moves.values()):
             leaf = move.leaf()
             if leaf is None or (g := leaf.grad) is None:
                 continue
             p: Any = move.owner()
-            if p is None or move.hooked or not p.requires_grad or p.grad is not None or p._backward_hooks or "_fsdp_pending" in p.__dict__:
+            plain = p is not None and not move.hooked and p._spec is move.spec and p.requires_grad
+            if not plain or p.grad is not None or p._backward_hooks or "_fsdp_pending" in p.__dict__:
                 rest.append((move, leaf))
                 continue
             leaf.grad = None
-            p.grad = compat.dtensor_like(move.part(g), p)
+            p.grad = make(g if move.as_it_is else move.part(g), move.spec)
     for move, leaf in rest:
         move(leaf)
 

@@ -72,13 +72,14 @@ def _accumulating(module: Any, name: str, w: Tensor) -> Tensor:
 def _read(module: Any, name: str) -> Any:
     """What the properties call. Dynamo traces it: every attribute that it reads becomes a guard, so it reads few.
 
-    A trainable parameter's leaf comes from a side table, because a guard on a DTensor costs ten times one on a plain tensor. A frozen
-    one is read through the DTensor itself, whose ``requires_grad`` is then guarded."""
+    A trainable parameter's leaf comes from a side table, because a guard on a DTensor costs ten times one on a plain tensor; its spec from
+    another, because reading it off the leaf would cost two guarded attributes of a tensor. A frozen one is read through the DTensor
+    itself, whose ``requires_grad`` is then guarded."""
     if not torch.compiler.is_compiling():
         return _read_eager(module, name)
     leaf = module._fsdp_leaves[name]
     if leaf is not None:
-        return _accumulating(module, name, gather(leaf, leaf._fsdp_spec))
+        return _accumulating(module, name, gather(leaf, module._fsdp_specs[name]))
     p = module._parameters[name]
     return p if p is None else _whole(module, name, p)
 
@@ -181,10 +182,12 @@ def _empty_list(module: Any, args: Any, output: Any) -> None:
 
 
 def fill_table(module: nn.Module) -> None:
-    """Set the module's name → leaf table: the leaf of a trainable parameter, None for what is read through the parameter itself."""
+    """Set the module's tables, name → leaf and name → the leaf's spec. No leaf (None) for what is read through the parameter itself:
+    only a trainable one has it."""
     if state_of(module) is not None:
         leaves = {n: getattr(p, "_fsdp_shard", None) if p is not None and p.requires_grad else None for n, p in module._parameters.items()}
         module.__dict__["_fsdp_leaves"] = leaves
+        module.__dict__["_fsdp_specs"] = {n: leaf._fsdp_spec for n, leaf in leaves.items() if leaf is not None}
         for n, p in module._parameters.items():
             if leaves[n] is not None:
                 p._fsdp_owners.add(module)  # type: ignore[union-attr]
