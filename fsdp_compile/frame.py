@@ -83,8 +83,9 @@ class Frame:
 
         if self.options.lowering == "fx":
             return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
+        alone = all(s.world == 1 for s in specs)  # no schedule that Inductor's own order could undo
         settings = compat_compile.Settings(
-            dict(self.options.inductor),
+            {**({"reorder_for_peak_memory": True} if alone else {}), **self.options.inductor},
             f"{sources_digest()} {plan} {written} {self.automatic} {self.options.kept_bytes} {self.ends_early}" if self.cached else "",
             self.cached,
             self.lower,
