@@ -120,6 +120,7 @@ class Calibration:
         """Launches one collective of ``nbytes`` (all of it: a gather's output, a reduction's input); the result is to be waited for."""
         world, name = self.world, self.group.group_name
         numel = nbytes // dtype.itemsize
+        numel -= numel % (world * COALESCED)  # each of a coalesced collective's tensors is cut over the ranks
         own = is_gloo(self.group)  # what option transport="auto" takes
         if kind == "all_gather":
             parts = self._tensors(numel // world, lowering, dtype)

@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,8 +90,9 @@ def _read_eager(module: nn.Module, name: str) -> Any:
     p = module._parameters[name]
     if not isinstance(p, DTensor) or not _in_forward(module):
         return p
+    owners = _owners([p])
     if adopt(p):
-        fill_table(module)
+        fill_tables(module, *owners)
     return _whole(module, name, p)
 
 
@@ -123,9 +124,10 @@ class _Sharded:
             super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
             self._parameters.update({n: held[n] for n in mine})  # type: ignore[attr-defined]
+        owners = _owners([held[n] for n in mine])
         for n in mine:
             convert(held[n], fn)
-        fill_table(self)  # type: ignore[arg-type]
+        fill_tables(self, *owners)  # type: ignore[arg-type]
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,15 +195,27 @@ def fill_table(module: nn.Module) -> None:
                 p._fsdp_owners.add(module)  # type: ignore[union-attr]
 
 
+def _owners(params: Iterable[Any]) -> list[nn.Module]:
+    """The modules whose tables have these parameters' leaves: of a tied one several, which must all see a new leaf."""
+    return [m for p in params for m in getattr(p, "_fsdp_owners", ())]
+
+
+def fill_tables(*modules: nn.Module) -> None:
+    """`fill_table` for each."""
+    for m in dict.fromkeys(modules):
+        fill_table(m)
+
+
 def readopt(module: nn.Module) -> None:
     """Give the module's parameters their leaves again after something replaced them."""
+    owners = _owners(module._parameters.values())
     for name, p in module._parameters.items():
         if isinstance(p, DTensor) and not hasattr(p, "_fsdp_spec"):
             raise RuntimeError(
                 f"parameter {name!r} of {type(module).__name__} was replaced by another DTensor; change its values in place instead"
             )
         adopt(p)
-    fill_table(module)
+    fill_tables(module, *owners)
 
 
 @functools.cache

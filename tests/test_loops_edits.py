@@ -149,3 +149,35 @@ def generator_and_critic() -> None:
 
 def test_generator_and_critic(pool):
     pool.run(2, generator_and_critic)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def converted_through_one() -> None:
+    model, plain = Tied(), Tied()
+    fast = torch.compile(fully_shard(model), backend="fsdp", options={"lowering": "fx"})
+    x = torch.ones(3, 5)
+    fast(x).sum().backward()
+    model.zero_grad()
+    for m in (model, plain):
+        m.last.double().float()
+        with torch.no_grad():
+            m.first.weight.fill_(0.25)
+    out, want = fast(x), plain(x)
+    out.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parity.full(model.last.weight.grad), plain.last.weight.grad, rtol=0, atol=1e-5)
+
+
+def test_a_tied_weight_is_converted_for_all_who_read_it(pool):
+    pool.run(2, converted_through_one)
