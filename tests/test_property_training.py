@@ -128,7 +128,7 @@ def train_many(seeds: list[int]) -> int:
     return len(seeds)
 
 
-@pytest.mark.parametrize("world, start", [(2, 0), (2, 8), (2, 16), (3, 24)])
+@pytest.mark.parametrize("world, start", [(2, 0), (2, 8), pytest.param(2, 16, marks=pytest.mark.extra), (3, 24)])
 def test_seeds(pool, world, start):
     seeds = list(SEEDS[start : start + 8])
     assert pool.run(world, train_many, seeds, timeout_s=150) == [len(seeds)] * world
