@@ -111,12 +111,14 @@ def replan(
     """The events under another plan; the arguments are those of `BucketPlan` and `SchedulePlan`. ``mode``: how gathers are merged, and
     reductions unless ``exchange`` builds them on all-to-all (always one buffer). ``keep``: weights that forward does not free and backward
     does not gather. Raises ValueError if the limit cannot be kept."""
-    left = [p for p in base.gathers if keep.issuperset(p.launch.params)]
-    parts, kept = [p for p in base.gathers if p not in left], list(base.kept)
-    if base.direction == "forward":
-        parts = [replace(p, frees=()) if p in left else p for p in base.gathers]
-    else:
-        kept += [(i, replace(f, bucket=f"kept {p.launch.params[0]}")) for p in left for i, f in p.frees]
+    parts, kept = [], list(base.kept)
+    for p in base.gathers:
+        if not keep.issuperset(p.launch.params):
+            parts.append(p)
+        elif base.direction == "forward":
+            parts.append(replace(p, frees=()))
+        else:
+            kept += [(i, replace(f, bucket=f"kept {p.launch.params[0]}")) for i, f in p.frees]
     gathers = [_merged(g, f"ag{i}", mode) for i, g in enumerate(_buckets(parts, bucket_bytes, limit_gathers, False), 1)]
     reduce_mode = "packed" if exchange else mode
     reduces = [_merged(g, f"rs{i}", reduce_mode) for i, g in enumerate(_buckets(base.reduces, bucket_bytes, None, True), 1)]
