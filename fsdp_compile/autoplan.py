@@ -81,7 +81,7 @@ def decide(
         budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
     if least > budget:
         raise ValueError(f"option memory_budget: no plan keeps gathered weights within {budget} bytes here; the least possible is {least}")
-    sets = [*dict.fromkeys([*keeps(works), usual])] if may_keep else [frozenset[str]()]
+    sets = keeps(works, usual) if may_keep else [frozenset[str]()]
     try:
         best = choose(build, automatic.machine, budget, keep=sets)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same

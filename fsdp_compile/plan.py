@@ -71,7 +71,7 @@ def make_plan(
         )
     candidates = [(default, default_time), explained(bucket_bytes=0, prefetch=0, keep_bytes=0)]
     with contextlib.suppress(ValueError):  # replanned events see a little more alive than there is: there may be nothing within the budget
-        sets = [*dict.fromkeys([*keeps(finest.works), frozenset(default.plan["keep"])])]
+        sets = keeps(finest.works, frozenset(default.plan["keep"]))
         best = choose(replanner(finest.works, mode, exchange), machine, budget, keep=sets)
         decided = {"bucket_bytes": best["bucket_bytes"], "prefetch": best["prefetch"], "plan": {"keep": list(best["keep"])}}
         if mode == "coalesced":

@@ -7,8 +7,8 @@
 Decided on the joint graph and by the parameters' sizes alone, so that all ranks decide alike.
 
 Where nobody says how much, it is what one rank's shards of the graph's weights take, in the dtype in which they are gathered. The
-gradients' shards take as much when backward has ended, and while it runs each kept weight is freed before its gradient's shard is made,
-so that kept weights and gradients together never take more than the gradients alone at the end::
+gradients' shards take as much when backward has ended. In a chain of layers backward frees each kept weight before its gradient's shard
+is made, so that kept weights and new gradients together take no more than the gradients alone at the end::
 
     N bytes of weights on d ranks      begin of backward: kept N/d, gradients 0      end: kept 0, gradients N/d
 """

@@ -49,8 +49,9 @@ def replanner(works: Iterable[Work], mode: str = "coalesced", exchange: bool = F
     return build
 
 
-def keeps(works: Iterable[Work], shares: Sequence[float] = KEEP) -> list[frozenset[str]]:
-    """What may be kept for backward, from nothing to everything: the last of forward, up to each share of the bytes that can be."""
+def keeps(works: Iterable[Work], usual: frozenset[str] = NOTHING, shares: Sequence[float] = KEEP) -> list[frozenset[str]]:
+    """What may be kept for backward, from nothing to everything: the last of forward, up to each share of the bytes that can be; and
+    ``usual``, what the default options keep."""
     order = keepable([base_of(w) for w in works])
     total = sum(nbytes for _, nbytes in order)
     out: dict[frozenset[str], None] = {}
@@ -62,7 +63,7 @@ def keeps(works: Iterable[Work], shares: Sequence[float] = KEEP) -> list[frozens
             kept.add(fqn)
             left -= nbytes
         out[frozenset(kept)] = None
-    return list(out)
+    return list(out | {usual: None})
 
 
 def choose(

@@ -184,12 +184,12 @@ def _empty_list(module: Any, args: Any, output: Any) -> None:
 
 
 def fill_table(module: nn.Module) -> None:
-    """Set the module's tables, name → leaf and name → the leaf's spec. No leaf (None) for what is read through the parameter itself:
+    """Set the module's tables, name → leaf and name → spec. No leaf (None) for what is read through the parameter itself:
     only a trainable one has it."""
     if state_of(module) is not None:
         leaves = {n: getattr(p, "_fsdp_shard", None) if p is not None and p.requires_grad else None for n, p in module._parameters.items()}
         module.__dict__["_fsdp_leaves"] = leaves
-        module.__dict__["_fsdp_specs"] = {n: leaf._fsdp_spec for n, leaf in leaves.items() if leaf is not None}
+        module.__dict__["_fsdp_specs"] = {n: module._parameters[n]._fsdp_spec for n, leaf in leaves.items() if leaf is not None}  # type: ignore[union-attr]
         for n, p in module._parameters.items():
             if leaves[n] is not None:
                 p._fsdp_owners.add(module)  # type: ignore[union-attr]

@@ -104,7 +104,7 @@ def attach(p: nn.Parameter, shard: Tensor, spec: ParamSpec) -> None:
     leaf = nn.Parameter(shard, requires_grad=True)
     leaf._fsdp_is_shard = True  # type: ignore[attr-defined]
     p._fsdp_shard = leaf  # type: ignore[attr-defined]
-    p._fsdp_spec = leaf._fsdp_spec = spec.encode()  # type: ignore[attr-defined]
+    p._fsdp_spec = spec.encode()  # type: ignore[attr-defined]
     p._fsdp_owners = weakref.WeakSet()  # type: ignore[attr-defined]
     ref = weakref.ref(p)
     leaf._fsdp_of = ref  # type: ignore[attr-defined]
