@@ -17,6 +17,7 @@ c10d = torch.ops._c10d_functional
 UNSHARD = torch.ops.fsdp_compile.unshard.default
 REDUCE_GRAD = torch.ops.fsdp_compile.reduce_grad.default
 COLLECT = torch.ops.fsdp_compile.collect.default
+HELD = torch.ops.fsdp_compile.held.default
 WITH_PENDING = torch.ops.fsdp_compile.with_pending.default
 FREE = torch.ops.fsdp_compile.free.default
 

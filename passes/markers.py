@@ -10,8 +10,8 @@ from torch import fx
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from .graph_ops import COLLECT, REDUCE_GRAD, UNSHARD, WITH_PENDING, alias_closure, aten, is_alias_op
-from .roles import Kept
+from .graph_ops import COLLECT, HELD, REDUCE_GRAD, UNSHARD, WITH_PENDING, alias_closure, aten, is_alias_op
+from .roles import Held, Kept
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _UNARY = {aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default}
@@ -153,9 +153,12 @@ def _hoist(gm: fx.GraphModule, call: fx.Node) -> int:
 
 
 def erase_identities(graph: fx.Graph) -> int:
-    """Take ``collect`` and ``with_pending`` out of a graph whose derivatives are taken; both are their first argument."""
-    found = [n for n in graph.nodes if n.op == "call_function" and n.target in (COLLECT, WITH_PENDING)]
+    """Take ``collect``, ``with_pending`` and ``held`` out of a graph whose derivatives are taken; all are their first argument, which
+    in the last case is noted to be in flight (`arrive`)."""
+    found = [n for n in graph.nodes if n.op == "call_function" and n.target in (COLLECT, WITH_PENDING, HELD)]
     for n in found:
+        if n.target is HELD:
+            n.args[0].meta[Held.KEY] = Held(decode(n.args[1]).fqn)
         n.replace_all_uses_with(n.args[0])
         graph.erase_node(n)
     return len(found)

@@ -13,6 +13,7 @@ from torch import fx
 
 from fsdp_compile.spec import Entry, ParamSpec
 
+from .arrive import arrive, holds
 from .bucket import BucketPlan, bucket
 from .exchange import ALL_TO_ALLS, TRANSPORTS, exchange
 from .graph_ops import positions, sources
@@ -86,7 +87,7 @@ def run_passes(
     escaping: frozenset[str] = frozenset(),
     observer: Observer | None = None,
 ) -> Scheduled:
-    """insert → bucket → (exchange) → schedule → verify → (lift) → lower on one forward, backward or inference graph, in place.
+    """insert → bucket → (exchange) → schedule → verify → (lift) → lower → (arrive) on one forward, backward or inference graph, in place.
 
     Raises ValueError for a plan that cannot be kept and `ScheduleError` for a schedule that must not run."""
     show = observer or (lambda stage, g: None)
@@ -102,6 +103,8 @@ def run_passes(
     table, peak = collective_table(graph), gather_peak(graph)
     entries = _timed("lift", graph, show, lambda: lift(graph)) if plan.lift else ()
     _timed("lower", graph, show, lambda: lower(graph))
+    if direction == "forward" and holds(graph):
+        _timed("arrive", graph, show, lambda: arrive(graph))
     return Scheduled(direction, table, inserted.gathered, inserted.reduced, peak, entries)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 KEY = "fsdp_role"
 GATHER_KINDS = ("cast", "gather", "item", "wait_gather", "unpack", "free")
 REDUCE_KINDS = ("pack", "reduce", "reduce_item", "wait_reduce", "grad")
-KINDS = GATHER_KINDS + REDUCE_KINDS
+KINDS = (*GATHER_KINDS, *REDUCE_KINDS, "arrive")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Role:
 
     gather side::   cast (shard → wire) → gather (launch) → item → wait_gather → unpack (views, copy-out) … free
     reduce side::   pack (grad → wire) → reduce (launch) → reduce_item → wait_reduce → grad (shard of the gradient)
+    neither::       arrive (waits for a gather that was started before the graph)
 
     ``nbytes``: for gather and free, bytes of the gathered buffers; for reduce, bytes of its input; else 0.
     """
@@ -54,6 +55,15 @@ class Kept:
 
     fqn: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """In ``meta`` of the placeholder of a whole weight whose gather was started before the graph."""
+
+    KEY = "fsdp_held"
+
+    fqn: str
 
 
 def role_of(node: fx.Node) -> Role | None:

@@ -1,8 +1,9 @@
-"""Gradient accumulation without communication: FSDP2's ``set_requires_gradient_sync`` and a ``no_sync`` context.
+"""Gradient accumulation without communication: FSDP2's ``set_requires_gradient_sync``, on which `no_sync` stands (`hold`).
 
 ::
 
     no sync    w = collect(unshard(leaf).detach(), into)             into.grad: whole, unreduced, in the reduce dtype, on every rank
+    held       w = collect(held(whole), into)                        the same of a weight that `no_sync` has gathered once
     sync       w = with_pending(unshard(leaf), into.grad, ticket)    one reduction of the sum
 
 A parameter that several graphs read has several such reads in one backward, and several backwards may have been built before the first
@@ -13,9 +14,8 @@ It trades memory for communication: between the micro-steps every rank holds who
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,25 +26,43 @@ from fsdp_compile import compat
 from fsdp_compile.spec import decode
 
 
+# How a module reads a parameter while gradients are collected: the leaf that collects, or what was collected and its ticket; the whole
+# weight, if it is held.
+Reading = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Whether later backwards reduce gradients over the ranks (True, the usual) or collect them on each rank (False).
 
     A parameter that the first synchronised backward does not reach keeps what it has collected until one does. Raises ValueError for
     a model that is not sharded yet."""
+    read_as(sharded_modules(model, recurse), requires_gradient_sync, {})
+
+
+def sharded_modules(model: nn.Module, recurse: bool = True) -> list[nn.Module]:
+    """The sharded modules of a model. Raises ValueError if there is none."""
     model = getattr(model, "_orig_mod", model)
     modules = [m for m in (model.modules() if recurse else [model]) if "_fsdp_state" in m.__dict__]
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded yet: call fsdp_compile.fully_shard(model) first, or run one step")
+    return modules
+
+
+def read_as(modules: list[nn.Module], sync: bool, whole: Mapping[nn.Parameter, Tensor]) -> None:
+    """Let the modules' parameters be read so that gradients are reduced (``sync``) or collected; ``whole``: weights that are held."""
     for m in modules:
-        held: dict[str, tuple[Tensor, Tensor | None]] = {}
+        found: dict[str, Reading] = {}
         for name, p in m._parameters.items():
-            if p is None or not p.requires_grad or not hasattr(p, "_fsdp_spec"):
+            if p is None or not hasattr(p, "_fsdp_spec"):
                 continue
-            if not requires_gradient_sync:
-                held[name] = _collector(p), None
+            if not p.requires_grad:
+                if p in whole:
+                    found[name] = None, None, whole[p]
+            elif not sync:
+                found[name] = _collector(p), None, whole.get(p)
             elif (grad := _take(p)) is not None:
-                held[name] = grad, p.__dict__["_fsdp_ticket"]
-        m.__dict__["_fsdp_accumulate"] = held or None
+                found[name] = grad, p.__dict__["_fsdp_ticket"], None
+        m.__dict__["_fsdp_accumulate"] = found or None
 
 
 @dataclass(frozen=True)
@@ -68,16 +86,6 @@ def claim(owner: int, count: int) -> bool:
         return False
     _claims[owner] = _Claim(found.done, count, now)
     return True
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Within it, backwards collect gradients without communication; the first backward after it reduces their sum."""
-    set_requires_gradient_sync(model, False)
-    try:
-        yield
-    finally:
-        set_requires_gradient_sync(model, True)
 
 
 def _collector(p: Any) -> Tensor:

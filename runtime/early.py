@@ -39,7 +39,8 @@ _LIB.define("entry_gather(Tensor[] shards, int world, str group, str dtype, bool
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _launch(sent: list[Tensor], world: int, group: str, own: bool) -> list[Tensor]:
+def launch(sent: list[Tensor], world: int, group: str, own: bool) -> list[Tensor]:
+    """Start an all-gather of each: `[n]` → `[world * n]`, to be waited for. ``own``: by `wire`, on a gloo group of ours."""
     c10d, ours = torch.ops._c10d_functional, torch.ops.fsdp_compile
     if own:
         return ours.all_gather_coalesced(sent, world, group)
@@ -53,7 +54,7 @@ def _entry_gather(shards: list[Tensor], world: int, group: str, dtype: str, own:
     if flight is not None:
         return flight.outs
     to = getattr(torch, dtype)
-    return _launch([s.to(to) for s in shards], world, group, own)
+    return launch([s.to(to) for s in shards], world, group, own)
 
 
 def _entry_gather_fake(shards: list[Tensor], world: int, group: str, dtype: str, own: bool) -> list[Tensor]:
@@ -167,7 +168,7 @@ def _start(gather: Entry, refs: tuple[weakref.ref[Tensor], ...]) -> _Flight:
     with torch.no_grad():
         copies = tuple(ref().detach().clone() for ref in refs)  # type: ignore[union-attr]
         sent = [x.to(getattr(torch, gather.dtype)) for x in copies]
-        return _Flight(gather.group, refs, copies, _launch(sent, gather.world, gather.group, gather.own))
+        return _Flight(gather.group, refs, copies, launch(sent, gather.world, gather.group, gather.own))
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Early] = weakref.WeakKeyDictionary()

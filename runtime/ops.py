@@ -4,6 +4,7 @@ this registers the others', too: those that passes put into graphs (`early`, `lo
     unshard(Tensor shard, str spec) -> Tensor         [shard_numel] → spec.shape, in spec.compute_dtype
     reduce_grad(Tensor grad, str spec) -> Tensor      spec.shape → [shard_numel], in spec.dtype
     collect(Tensor w, Tensor into) -> Tensor          w; its gradient accumulates on the leaf `into`, whole and unreduced
+    held(Tensor whole, str spec) -> Tensor            whole, once it has arrived: gathered before the graph, by `hold`
     with_pending(Tensor w, Tensor grad, Tensor ticket) -> Tensor      w; adds `grad`, collected earlier, to its gradient
     add_pending(Tensor grad, Tensor earlier, Tensor ticket) -> Tensor grad + earlier, for the first of a backward to ask (`claim`)
 
@@ -34,6 +35,7 @@ _LIB = torch.library.Library("fsdp_compile", "DEF")
 _LIB.define("unshard(Tensor shard, str spec) -> Tensor")
 _LIB.define("reduce_grad(Tensor grad, str spec) -> Tensor")
 _LIB.define("collect(Tensor w, Tensor into) -> Tensor")
+_LIB.define("held(Tensor whole, str spec) -> Tensor")
 _LIB.define("with_pending(Tensor w, Tensor grad, Tensor ticket) -> Tensor")
 _LIB.define("add_pending(Tensor grad, Tensor earlier, Tensor ticket) -> Tensor")
 # Ends the life of a gathered buffer in a graph; exists only between the passes (lowering turns it into liveness).
@@ -146,12 +148,16 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     )
 
 
-def _identity(w: Tensor, *others: Tensor) -> Tensor:
-    return w.clone()  # an operator must not return its input; in compiled graphs both are taken out (`markers.erase_identities`)
+def _identity(w: Tensor, *others: Any) -> Tensor:
+    return w.clone()  # an operator must not return its input; in compiled graphs all are taken out (`markers.erase_identities`)
 
 
-def _identity_fake(w: Tensor, *others: Tensor) -> Tensor:
+def _identity_fake(w: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(w)
+
+
+def _held(whole: Tensor, spec: str) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(whole).clone()
 
 
 def _collect_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -179,6 +185,7 @@ def _add_pending(grad: Tensor, earlier: Tensor, ticket: Tensor) -> Tensor:
 for _name, _fn, _fake in (
     ("collect", _identity, _identity_fake),
     ("with_pending", _identity, _identity_fake),
+    ("held", _held, _identity_fake),
     ("add_pending", _add_pending, lambda grad, earlier, ticket: torch.empty_like(grad, dtype=earlier.dtype)),
     ("unshard", _unshard_eager, _unshard_fake),
     ("reduce_grad", _reduce_grad_eager, _reduce_grad_fake),
@@ -195,4 +202,5 @@ torch.library.register_autograd("fsdp_compile::with_pending", _pending_backward,
 unshard = torch.ops.fsdp_compile.unshard.default
 reduce_grad = torch.ops.fsdp_compile.reduce_grad.default
 collect = torch.ops.fsdp_compile.collect.default
+held = torch.ops.fsdp_compile.held.default
 with_pending = torch.ops.fsdp_compile.with_pending.default

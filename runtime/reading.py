@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import compat
 
-from .accumulation import set_requires_gradient_sync
-from .ops import collect, with_pending
+from .accumulation import Reading, set_requires_gradient_sync
+from .ops import collect, held, with_pending
 from .ops import unshard as gather
 from .sharding import FSDPState, adopt, convert, state_of
 
@@ -53,19 +53,30 @@ def unshard(model: nn.Module) -> Iterator[None]:
 
 def _whole(module: Any, name: str, p: Any) -> Tensor:
     """The whole parameter, differentiable if the parameter is trainable."""
-    w = gather(p._fsdp_shard, p._fsdp_spec)
-    return _accumulating(module, name, w) if p.requires_grad else w.detach()
+    if p.requires_grad:
+        return _accumulating(module, name, p._fsdp_shard, p._fsdp_spec)
+    if (found := _reading(module, name)) is not None:
+        return held(found[2], p._fsdp_spec)
+    return gather(p._fsdp_shard, p._fsdp_spec).detach()
 
 
-def _accumulating(module: Any, name: str, w: Tensor) -> Tensor:
-    """``w`` as `set_requires_gradient_sync` wants it: collecting its gradient unreduced, or adding what was collected."""
-    held = module._fsdp_accumulate
-    if held is None:
-        return w
-    found = held.get(name)
-    if found is None:
-        return w
-    tensor, ticket = found
+def _reading(module: Any, name: str) -> Reading | None:
+    table = module._fsdp_accumulate
+    return None if table is None else table.get(name)
+
+
+def _accumulating(module: Any, name: str, leaf: Tensor, spec: str) -> Tensor:
+    """The whole parameter as `set_requires_gradient_sync` wants it: collecting its gradient unreduced, or adding what was collected."""
+    table = module._fsdp_accumulate
+    if table is None:
+        return gather(leaf, spec)
+    found = table.get(name)
+    if found is None or found[0] is None:
+        return gather(leaf, spec)
+    tensor, ticket, whole = found
+    if whole is not None:
+        return collect(held(whole, spec), tensor)
+    w = gather(leaf, spec)
     return collect(w.detach(), tensor) if ticket is None else with_pending(w, tensor, ticket)
 
 
@@ -79,7 +90,7 @@ def _read(module: Any, name: str) -> Any:
         return _read_eager(module, name)
     leaf = module._fsdp_leaves[name]
     if leaf is not None:
-        return _accumulating(module, name, gather(leaf, module._fsdp_specs[name]))
+        return _accumulating(module, name, leaf, module._fsdp_specs[name])
     p = module._parameters[name]
     return p if p is None else _whole(module, name, p)
 
