@@ -11,8 +11,8 @@ Each rank decides for itself, from the same graph, the same machine (rank 0's) a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,13 @@ QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20}  # of a calibration that 
 
 @dataclass(frozen=True)
 class Automatic:
-    """What to decide by: ``memory_budget`` is most bytes of gathered weights alive at once (None: what the default options take)."""
+    """What to decide by: ``memory_budget`` is most bytes of gathered weights alive at once (None: what the default options take),
+    beside ``held`` bytes of them that are there already. ``decided`` hears how many bytes a plan leaves."""
 
     machine: Machine
     memory_budget: int | None = None
+    held: int = 0
+    decided: Callable[[int], None] = field(default=lambda left: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None and self.memory_budget <= 0:
@@ -80,12 +83,16 @@ def decide(
         default = build(Options.bucket_bytes, Options.prefetch, None, usual)
         budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
     if least > budget:
-        raise ValueError(f"option memory_budget: no plan keeps gathered weights within {budget} bytes here; the least possible is {least}")
+        beside = f", beside {automatic.held} that no_sync(keep_bytes=...) holds" if automatic.held else ""
+        raise ValueError(
+            f"option memory_budget: no plan keeps gathered weights within {budget} bytes here{beside}; the least possible is {least}"
+        )
     sets = keeps(works, usual) if may_keep else [frozenset[str]()]
     try:
         best = choose(build, automatic.machine, budget, keep=sets)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
-        best = {"bucket_bytes": 0, "prefetch": 0, "keep": ()}
+        best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
+    automatic.decided(budget - best["peak_gathered_bytes"])
     limit = budget if plan.bucket.mode == "coalesced" else None  # while a packed bucket is copied out it exists twice
     return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit)
 

@@ -23,6 +23,7 @@ from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
 from fsdp_compile.passes.written import Written
+from fsdp_compile.runtime import hold
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.spec import ParamSpec
 
@@ -118,7 +119,14 @@ def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) 
         return None
     device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
     with compat.outside_fake_mode():
-        return Automatic(machine_of(group, device), options.memory_budget)
+        machine = machine_of(group, device)
+    if options.memory_budget is None:
+        return Automatic(machine)
+    held = hold.held_bytes(group)
+    if held >= options.memory_budget:
+        raise ValueError(f"option memory_budget: no_sync(keep_bytes=...) holds {held} bytes of weights already, of {options.memory_budget}")
+    decided = functools.partial(hold.leave, group)
+    return Automatic(machine, options.memory_budget - held, held, (lambda left: None) if held else decided)
 
 
 def _on_cpu_ranks(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:

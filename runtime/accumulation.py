@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from fsdp_compile import compat
 from fsdp_compile.spec import decode
 
-
 # How a module reads a parameter while gradients are collected: the leaf that collects, or what was collected and its ticket; the whole
 # weight, if it is held.
 Reading = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -63,6 +62,21 @@ def read_as(modules: list[nn.Module], sync: bool, whole: Mapping[nn.Parameter, T
             elif (grad := _take(p)) is not None:
                 found[name] = grad, p.__dict__["_fsdp_ticket"], None
         m.__dict__["_fsdp_accumulate"] = found or None
+
+
+def collects(module: nn.Module) -> bool:
+    """Whether a sharded module's gradients are collected."""
+    return any(into is not None and ticket is None for into, ticket, _ in (module._fsdp_accumulate or {}).values())  # type: ignore[union-attr,operator]
+
+
+def wholes(modules: list[nn.Module]) -> dict[nn.Parameter, Tensor]:
+    """The weights that these modules hold."""
+    found = {}
+    for m in modules:
+        for name, (_, _, whole) in (m._fsdp_accumulate or {}).items():  # type: ignore[union-attr,operator]
+            if whole is not None:
+                found[m._parameters[name]] = whole
+    return found  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

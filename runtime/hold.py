@@ -13,7 +13,9 @@ FSDP2 does so with ``set_reshard_after_backward(False)``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import datetime
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +24,8 @@ from torch import Tensor, nn
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from .accumulation import read_as, set_requires_gradient_sync, sharded_modules
-from .communicator import is_gloo
+from .accumulation import collects, read_as, sharded_modules, wholes
+from .communicator import control_group, is_gloo
 from .early import launch
 from .ops import TIMEOUT_S, check_world, shard_to_wire, wire_to_param
 from .order import same_on_all_ranks
@@ -32,21 +34,24 @@ _BUCKET = 25 << 20  # most gathered bytes in one collective, as where DDP's and 
 
 
 @contextlib.contextmanager
-def no_sync(model: nn.Module, *, keep_bytes: int = 0) -> Iterator[None]:
+def no_sync(model: nn.Module, *, keep_bytes: int | None = 0) -> Iterator[None]:
     """Within it, backwards collect gradients without communication; the first backward after it reduces their sum.
 
     ``keep_bytes``: most bytes of gathered weights that stay on every rank from its beginning to its end: its micro-steps then do not
     gather them. Parameters are taken in the model's order, frozen ones too, as long as they fit. They hold what the weights were at the
-    beginning: RuntimeError, at the end, names a parameter that was written meanwhile. All ranks must enter together.
+    beginning: RuntimeError, at the end, names a parameter that was written meanwhile. None: what option ``memory_budget`` leaves beside
+    the gathered weights of its plan, once a graph has been planned (without that option, nothing). All ranks must enter together.
 
     Raises ValueError for a model that is not sharded yet or a negative ``keep_bytes``, TypeError for one that is no whole number."""
-    if isinstance(keep_bytes, bool) or not isinstance(keep_bytes, int):
-        raise TypeError(f"no_sync: keep_bytes must be a whole number of bytes, got {keep_bytes!r}")
-    if keep_bytes < 0:
+    if keep_bytes is not None and (isinstance(keep_bytes, bool) or not isinstance(keep_bytes, int)):
+        raise TypeError(f"no_sync: keep_bytes must be a whole number of bytes or None, got {keep_bytes!r}")
+    if keep_bytes is not None and keep_bytes < 0:
         raise ValueError(f"no_sync: keep_bytes must not be negative, got {keep_bytes}")
     modules = sharded_modules(model)
-    kept = _gather(_chosen(modules, keep_bytes))
-    read_as(modules, False, {k.param: k.whole for k in kept})
+    outer, before = [m for m in modules if collects(m)], wholes(modules)
+    kept = _gather(_chosen(modules, keep_bytes, before))
+    read_as(modules, False, {**before, **{k.param: k.whole for k in kept}})
+    _count(kept, 1)
     try:
         yield
     except BaseException:
@@ -57,7 +62,23 @@ def no_sync(model: nn.Module, *, keep_bytes: int = 0) -> Iterator[None]:
     else:
         _compare(kept)
     finally:
-        set_requires_gradient_sync(model, True)
+        _count(kept, -1)
+        read_as(outer, False, before)  # this may be a context within another
+        read_as([m for m in modules if m not in outer], True, before)
+
+
+_held: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # bytes, now
+_room: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def held_bytes(group: dist.ProcessGroup) -> int:
+    """Bytes of weights that are held now."""
+    return _held.get(group, 0)
+
+
+def leave(group: dist.ProcessGroup, nbytes: int) -> None:
+    """A graph was planned for a memory budget, of which its gathered weights leave ``nbytes``."""
+    _room[group] = min(nbytes, _room.get(group, nbytes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +101,24 @@ class _Kept:
         return now.shape != mine.shape or not torch.equal(mine.view(torch.uint8), now.view(torch.uint8))
 
 
-def _chosen(modules: list[nn.Module], nbytes: int) -> list[tuple[nn.Parameter, ParamSpec]]:
-    """The parameters to keep, in the model's order: by their sizes alone, so that all ranks choose alike."""
-    found, left = [], nbytes
-    for p in dict.fromkeys(p for m in modules for p in m._parameters.values() if p is not None and hasattr(p, "_fsdp_spec")):
-        spec = decode(p._fsdp_spec)  # type: ignore[attr-defined]
-        if spec.world > 1 and 0 < spec.gathered_bytes <= left:
+def _chosen(modules: list[nn.Module], nbytes: int | None, held: Mapping[nn.Parameter, Tensor]) -> list[tuple[nn.Parameter, ParamSpec]]:
+    """The parameters to keep beside those ``held`` already, in the model's order: by their sizes alone, so that all ranks choose alike."""
+    params = dict.fromkeys(p for m in modules for p in m._parameters.values() if p is not None and hasattr(p, "_fsdp_spec"))
+    specs = {p: s for p in params if p not in held and (s := decode(p._fsdp_spec)).world > 1 and s.numel}  # type: ignore[attr-defined]
+    if nbytes is None:
+        nbytes = min((_room.get(_group(name), 0) for name in {s.group for s in specs.values()}), default=0)
+    found = []
+    for p, spec in specs.items():
+        if spec.gathered_bytes <= nbytes:
             found.append((p, spec))
-            left -= spec.gathered_bytes
+            nbytes -= spec.gathered_bytes
     return found
+
+
+def _count(kept: list[_Kept], sign: int) -> None:
+    for k in kept:
+        group = _group(k.spec.group)
+        _held[group] = held_bytes(group) + sign * k.spec.gathered_bytes
 
 
 def _gather(chosen: list[tuple[nn.Parameter, ParamSpec]]) -> list[_Kept]:
@@ -110,7 +140,7 @@ def _gather(chosen: list[tuple[nn.Parameter, ParamSpec]]) -> list[_Kept]:
     with torch.no_grad():
         for bucket in buckets:
             spec = bucket[0][1]
-            shards = [_sent(p, s) for p, s in bucket]
+            shards = [_sent(p, s).clone() for p, s in bucket]  # so that what all ranks get is what is written now
             buffers = launch(shards, spec.world, spec.group, is_gloo(_group(spec.group)))
             kept += [_Kept(p, s, b, wire_to_param(b, s)) for (p, s), b in zip(bucket, buffers)]
     return kept
@@ -126,10 +156,15 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _compare(kept: list[_Kept]) -> None:
-    """Raise RuntimeError if a weight was written while it was held."""
-    stale = [k.spec.fqn for k in kept if k.stale()]
-    if stale:
-        raise RuntimeError(
-            f"parameter {stale[0]!r}{f' and {len(stale) - 1} others' if stale[1:] else ''} was written inside no_sync(keep_bytes=...), "
-            "whose micro-steps read the weights as they were at its beginning: write after it, or leave keep_bytes out"
-        )
+    """Raise RuntimeError, on all ranks, if a weight was written on any of them while it was held."""
+    for name in dict.fromkeys(k.spec.group for k in kept):
+        mine = [k for k in kept if k.spec.group == name]
+        first = torch.tensor(next((i for i, k in enumerate(mine) if k.stale()), len(mine)))
+        if (control := control_group(_group(name))) is not None:
+            work = dist.all_reduce(first, dist.ReduceOp.MIN, group=control, async_op=True)
+            work.wait(datetime.timedelta(seconds=TIMEOUT_S))
+        if first < len(mine):
+            raise RuntimeError(
+                f"parameter {mine[int(first)].spec.fqn!r} was written inside no_sync(keep_bytes=...), whose micro-steps read the weights "
+                "as they were at its beginning: write after it, or leave keep_bytes out"
+            )

@@ -12,10 +12,10 @@ from fsdp_compile.passes.arrive import arrive, holds
 from fsdp_compile.passes.graph_ops import output_of
 from fsdp_compile.passes.roles import Held, role_of
 from test_accumulation import MICRO, Net, windows
+from test_autoplan import GatheredBytes, calibrated
 from torch import Tensor, fx, nn
 
 import fsdp_compile
-
 
 ALL = 1 << 30
 
@@ -144,13 +144,39 @@ def test_compute_dtype_and_eager_reads(pool):
     pool.run(3, half)
 
 
+def nested() -> None:
+    """The end of an inner context is not the end of the outer one, whichever way it began."""
+    model = fsdp_compile.fully_shard(models.mlp())
+    name, p = next(iter(model.named_parameters()))
+    owner, _, leaf = name.rpartition(".")
+    table = lambda: (model.get_submodule(owner)._fsdp_accumulate or {}).get(leaf)  # noqa: E731
+    with fsdp_compile.no_sync(model, keep_bytes=ALL):
+        whole = table()[2]
+        assert torch.equal(torch.ops._c10d_functional.wait_tensor(whole), parity.full(p))
+        with fsdp_compile.no_sync(model, keep_bytes=ALL):
+            assert table()[2] is whole  # not gathered again
+        assert table()[2] is whole
+    assert table() is None
+    model.set_requires_gradient_sync(False)
+    with fsdp_compile.no_sync(model, keep_bytes=ALL):
+        assert table()[2] is not None
+    assert table()[0] is not None and table()[1:] == (None, None)
+    model.set_requires_gradient_sync(True)
+    assert table() is None
+
+
+def test_a_context_within_another(pool):
+    pool.run(2, nested)
+
+
 def written_meanwhile() -> None:
     model = fsdp_compile.fully_shard(models.mlp())
     first = next(iter(model.parameters()))
     name = next(iter(model.state_dict()))
     with pytest.raises(RuntimeError, match=f"parameter '{name}' was written inside no_sync"):
         with fsdp_compile.no_sync(model, keep_bytes=ALL), torch.no_grad():
-            first.add_(1.0)
+            if dist.get_rank() == 1:  # told to all ranks
+                first.to_local().add_(1.0)
     assert all(m._fsdp_accumulate is None for m in model.modules())
     with pytest.raises(ZeroDivisionError), fsdp_compile.no_sync(model, keep_bytes=ALL), torch.no_grad():
         first.add_(1.0)
@@ -195,3 +221,50 @@ def test_arrive_waits_before_the_first_use_and_returns_the_placeholder():
     wait = waits[0][0]
     assert second.args == (first, wait) and output_of(g).args[0] == (second, x)
     assert [n.name for n in g.nodes][3:5] == [first.name, wait.name]
+
+
+def within(folder: str, budget: int) -> tuple[int, int]:
+    """(bytes held, most gathered bytes alive beside them) of micro-steps after a planned step."""
+    model = fsdp_compile.fully_shard(models.decoder())
+    run = torch.compile(model, backend="fsdp", options={"lowering": "fx", "memory_budget": budget})
+    x, y = models.token_batch(0)
+    peaks = []
+    with calibrated(folder):
+        with fsdp_compile.no_sync(run, keep_bytes=None):
+            assert not any(held_of(model))  # nothing is planned yet
+            models.token_loss(run(x), y).backward()
+        with fsdp_compile.no_sync(run, keep_bytes=None):
+            held = sum(held_of(model))
+            for _ in range(3):
+                with GatheredBytes() as seen:
+                    models.token_loss(run(x), y).backward()
+                peaks.append(seen.peak)
+        assert not sum(held_of(model))
+    return held, min(peaks)
+
+
+def too_much(folder: str, budget: int) -> None:
+    model = fsdp_compile.fully_shard(models.decoder())
+    run = torch.compile(model, backend="fsdp", options={"lowering": "fx", "memory_budget": budget})
+    said = r"memory_budget: .* bytes here, beside \d+ that no_sync\(keep_bytes=...\) holds; the least possible is \d+"
+    with calibrated(folder), pytest.raises(Exception, match=said), fsdp_compile.no_sync(run, keep_bytes=budget - 8):
+        run(models.token_batch(0)[0])
+
+
+def held_of(model: nn.Module) -> list[int]:
+    """Bytes of each buffer that is held, tied weights once."""
+    tables = [m._fsdp_accumulate or {} for m in model.modules()]
+    wholes = {r[2].data_ptr(): r[2].untyped_storage().nbytes() for t in tables for r in t.values() if r[2] is not None}
+    return list(wholes.values())
+
+
+def test_as_much_as_the_memory_budget_leaves(pool, tmp_path):
+    total = sum(4 * p.numel() for p in models.decoder().parameters())
+    for budget, want in ((int(0.9 * total), "some"), (4 * total, "all")):
+        for held, beside in pool.run(2, within, str(tmp_path), budget):
+            assert 0 < held and held + beside <= budget
+            assert (beside == 0) == (want == "all"), (held, beside, total)
+
+
+def test_holding_more_than_the_budget_leaves_is_an_error(pool, tmp_path):
+    pool.run(2, too_much, str(tmp_path), sum(4 * p.numel() for p in models.decoder().parameters()) // 2)
