@@ -11,8 +11,8 @@ Each rank decides for itself, from the same graph, the same machine (rank 0's) a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,11 @@ QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20}  # of a calibration that 
 @dataclass(frozen=True)
 class Automatic:
     """What to decide by: ``memory_budget`` is most bytes of gathered weights alive at once (None: what the default options take),
-    beside ``held`` bytes of them that are there already. ``decided`` hears how many bytes a plan leaves."""
+    beside ``held`` bytes of them that are there already."""
 
     machine: Machine
     memory_budget: int | None = None
     held: int = 0
-    decided: Callable[[int], None] = field(default=lambda left: None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None and self.memory_budget <= 0:
@@ -46,12 +45,13 @@ class Automatic:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided; `applied` to a plan."""
+    """What was decided; `applied` to a plan. ``left``: bytes of the budget that it does not need."""
 
     bucket_bytes: int | None
     prefetch: int
     keep: frozenset[str]
     limit: int | None
+    left: int
 
     def applied(self, plan: Plan) -> Plan:
         """``plan`` with what was decided in place of what it says of buckets, prefetch and limits."""
@@ -92,9 +92,8 @@ def decide(
         best = choose(build, automatic.machine, budget, keep=sets)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
         best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
-    automatic.decided(budget - best["peak_gathered_bytes"])
     limit = budget if plan.bucket.mode == "coalesced" else None  # while a packed bucket is copied out it exists twice
-    return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit)
+    return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit, budget - best["peak_gathered_bytes"])
 
 
 _machines: weakref.WeakKeyDictionary[dist.ProcessGroup, Machine] = weakref.WeakKeyDictionary()

@@ -69,6 +69,9 @@ class Frame:
             mine = self.decision.applied(plan) if self.decision else written.applied(plan, direction)
             done = run_passes(graph_module.graph, direction, mine, escaping, observer)
             graph_module.recompile()
+            budget = self.options.memory_budget
+            if budget is not None and self.automatic and self.decision and not self.automatic.held:
+                done = replace(done, room=(budget, self.decision.left))
             return done
 
         def try_out(joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
@@ -125,8 +128,7 @@ def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) 
     held = hold.held_bytes(group)
     if held >= options.memory_budget:
         raise ValueError(f"option memory_budget: no_sync(keep_bytes=...) holds {held} bytes of weights already, of {options.memory_budget}")
-    decided = functools.partial(hold.leave, group)
-    return Automatic(machine, options.memory_budget - held, held, (lambda left: None) if held else decided)
+    return Automatic(machine, options.memory_budget - held, held)
 
 
 def _on_cpu_ranks(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fsdp_compile.passes.pipeline import Scheduled
 from fsdp_compile.runtime.early import Early, early_of
 from fsdp_compile.runtime.grads import expect
+from fsdp_compile.runtime.hold import leave
 from fsdp_compile.runtime.ops import check_world
 from fsdp_compile.runtime.order import fingerprint, same_on_all_ranks
 
@@ -36,11 +37,13 @@ class Guarded:
         self.known: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 
     def wrapped(self) -> Callable[..., Any]:
-        fn, backward = self.fn, self.backward
+        fn, backward, room = self.fn, self.backward, self.schedule.room
 
         def run(args: Any) -> Any:
             if backward:
                 expect()
+            elif room is not None:
+                leave(args, *room)
             early = [(name, early, self._compare_early(name, early, args)) for name, early in self._early()]
             if not early:
                 for name in self.turns:

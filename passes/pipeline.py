@@ -70,7 +70,7 @@ class Collective:
 @dataclass(frozen=True)
 class Scheduled:
     """Result of `run_passes`: the collectives in launch order, what was gathered and reduced, the predicted peak, and the gathers that
-    may start before the graph."""
+    may start before the graph. ``room``: a memory budget and what the plan leaves of it, if one was given."""
 
     direction: str
     collectives: tuple[Collective, ...]
@@ -78,6 +78,7 @@ class Scheduled:
     reduced: tuple[ParamSpec, ...]
     peak_gathered_bytes: int
     entries: tuple[Entry, ...] = ()
+    room: tuple[int, int] | None = None
 
 
 def run_passes(

@@ -9,12 +9,14 @@
 A parameter that several graphs read has several such reads in one backward, and several backwards may have been built before the first
 of them runs: the ticket (parameter, how many times it has collected) says which of them adds what was collected.
 
+A backward that runs when its parameters no longer collect, because only its forward was in the context, reduces at once what it brings.
 It trades memory for communication: between the micro-steps every rank holds whole gradients.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,9 +113,55 @@ def _collector(p: Any) -> Tensor:
         into = nn.Parameter(torch.zeros((), dtype=dtype, device=p.device).expand(spec.shape))
         into._fsdp_is_shard = True  # type: ignore[attr-defined]  # ours, not a parameter of the model's
         p._fsdp_collector = into
+        _watch(into, weakref.ref(p))
     if (pending := p.__dict__.pop("_fsdp_pending", None)) is not None:
         into.grad = pending
     return into
+
+
+def _watch(into: Tensor, ref: weakref.ref[Any]) -> None:
+    """Let a collecting leaf look, when a gradient arrives, whether its parameter still wants it so."""
+
+    def drop_if_frozen(grad: Tensor) -> Tensor | None:
+        p = ref()
+        if p is None or p.requires_grad:
+            return None
+        for m in p._fsdp_owners:  # frozen since the graph was traced: the next trace reads it as frozen
+            read_as([m], not collects(m), wholes([m]))
+        return torch.zeros_like(grad)
+
+    def reduce_if_late(leaf: Tensor) -> None:
+        p = ref()
+        if p is not None and p.requires_grad and leaf.grad is not None and not _collected_on(p, leaf):
+            _reduce_now(p, leaf)
+
+    into.register_hook(drop_if_frozen)
+    into.register_post_accumulate_grad_hook(reduce_if_late)
+
+
+def _collected_on(p: Any, into: Tensor) -> bool:
+    return any(r[0] is into and r[1] is None for m in p._fsdp_owners for r in (m._fsdp_accumulate or {}).values())
+
+
+@torch.no_grad()
+def _reduce_now(p: Any, into: Tensor) -> None:
+    """Reduce what ``into`` and ``p`` have collected, and add it to ``p.grad``."""
+    from .grads import accumulate  # which needs `reduced`
+
+    grad, into.grad = into.grad, None
+    assert grad is not None
+    if (pending := p.__dict__.get("_fsdp_pending")) is not None:
+        grad = grad + pending
+        reduced(p)
+    local = p._local_tensor
+    part = torch.ops.fsdp_compile.reduce_grad(grad, p._fsdp_spec)
+    accumulate(p, part[: local.numel()].view(local.shape))
+
+
+def forget(p: Any) -> None:
+    """Of a copy: what its original collects is not its own."""
+    for name in ("_fsdp_collector", "_fsdp_pending", "_fsdp_ticket"):
+        p.__dict__.pop(name, None)
 
 
 def _take(p: Any) -> Tensor | None:

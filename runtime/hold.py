@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from .communicator import control_group, is_gloo
 from .early import launch
 from .ops import TIMEOUT_S, check_world, shard_to_wire, wire_to_param
 from .order import same_on_all_ranks
+from .sharding import FSDPState, owners_of, state_of
 
 _BUCKET = 25 << 20  # most gathered bytes in one collective, as where DDP's and our own automatic buckets end
 
@@ -68,7 +70,7 @@ def no_sync(model: nn.Module, *, keep_bytes: int | None = 0) -> Iterator[None]:
 
 
 _held: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # bytes, now
-_room: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_room: weakref.WeakKeyDictionary[FSDPState, tuple[int, int]] = weakref.WeakKeyDictionary()  # budget, and what plans for it leave
 
 
 def held_bytes(group: dist.ProcessGroup) -> int:
@@ -76,9 +78,12 @@ def held_bytes(group: dist.ProcessGroup) -> int:
     return _held.get(group, 0)
 
 
-def leave(group: dist.ProcessGroup, nbytes: int) -> None:
-    """A graph was planned for a memory budget, of which its gathered weights leave ``nbytes``."""
-    _room[group] = min(nbytes, _room.get(group, nbytes))
+def leave(args: Sequence[Any], budget: int, nbytes: int) -> None:
+    """A graph with these inputs, planned for a memory budget, leaves ``nbytes`` of it: for the model whose parameter is the first."""
+    state = next((state_of(m) for a in args for m in owners_of(a)), None)
+    if state is not None:
+        known, left = _room.get(state, (budget, nbytes))
+        _room[state] = budget, min(nbytes, left) if known == budget else nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +111,7 @@ def _chosen(modules: list[nn.Module], nbytes: int | None, held: Mapping[nn.Param
     params = dict.fromkeys(p for m in modules for p in m._parameters.values() if p is not None and hasattr(p, "_fsdp_spec"))
     specs = {p: s for p in params if p not in held and (s := decode(p._fsdp_spec)).world > 1 and s.numel}  # type: ignore[attr-defined]
     if nbytes is None:
-        nbytes = min((_room.get(_group(name), 0) for name in {s.group for s in specs.values()}), default=0)
+        nbytes = min(_room.get(m._fsdp_state, (0, 0))[1] for m in modules)  # type: ignore[call-overload]
     found = []
     for p, spec in specs.items():
         if spec.gathered_bytes <= nbytes:

@@ -55,7 +55,8 @@ def _whole(module: Any, name: str, p: Any) -> Tensor:
     """The whole parameter, differentiable if the parameter is trainable."""
     if p.requires_grad:
         return _accumulating(module, name, p._fsdp_shard, p._fsdp_spec)
-    if (found := _reading(module, name)) is not None:
+    found = _reading(module, name)
+    if found is not None and found[2] is not None:
         return held(found[2], p._fsdp_spec)
     return gather(p._fsdp_shard, p._fsdp_spec).detach()
 
@@ -136,13 +137,21 @@ class _Sharded:
         finally:
             self._parameters.update({n: held[n] for n in mine})  # type: ignore[attr-defined]
         owners = _owners([held[n] for n in mine])
+        kinds = {n: (held[n].dtype, held[n].device) for n in mine}
         for n in mine:
             convert(held[n], fn)
         fill_tables(self, *owners)  # type: ignore[arg-type]
+        for n, (_, _, whole) in (self._fsdp_accumulate or {}).items():  # type: ignore[attr-defined]
+            if whole is not None and (held[n].dtype, held[n].device) != kinds[n]:
+                raise RuntimeError(
+                    f"parameter {n!r} of {type(self).__name__} was converted to {held[n].dtype} on {held[n].device} inside "
+                    "no_sync(keep_bytes=...), whose micro-steps read it as it was at the beginning: convert outside of it"
+                )
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
+        self.__dict__["_fsdp_accumulate"] = None  # a copy collects nothing and holds nothing
         readopt(self)  # type: ignore[arg-type]
 
     def get_parameter(self, target: str) -> Any:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_compile import compat
 from fsdp_compile.spec import ParamSpec, decode
 
+from .accumulation import forget
 from .grads import Move
 from .layout import FlatLayout
 
@@ -152,6 +153,13 @@ def convert(p: Any, fn: Callable[[Tensor], Tensor]) -> None:
         p.grad = compat.dtensor_like(grad, p)
 
 
+def owners_of(leaf: Any) -> list[nn.Module]:
+    """The modules that read a parameter through this leaf; none for any other object."""
+    of = getattr(leaf, "__dict__", {}).get("_fsdp_of")  # quicker than asking a tensor for an attribute that it has not
+    p = of() if of is not None else None
+    return list(p._fsdp_owners) if p is not None else []
+
+
 def adopt(p: Tensor | None) -> bool:
     """Give ``p`` a leaf again if something (``to``, ``load_state_dict(assign=True)``, ``deepcopy``) replaced its local tensor.
 
@@ -160,6 +168,8 @@ def adopt(p: Tensor | None) -> bool:
     if not isinstance(p, DTensor) or not hasattr(p, "_fsdp_spec"):
         return False
     local, leaf = p._local_tensor, getattr(p, "_fsdp_shard", None)
+    if leaf is not None and leaf._fsdp_of() is not p:
+        forget(p)
     spec = decode(p._fsdp_spec)
     same = leaf is not None and leaf._fsdp_of() is p and leaf.device == local.device and leaf.dtype == local.dtype
     if same and local.numel() and not local.is_meta:

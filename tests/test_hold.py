@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import models
 import parity
 import pytest
@@ -12,7 +14,6 @@ from fsdp_compile.passes.arrive import arrive, holds
 from fsdp_compile.passes.graph_ops import output_of
 from fsdp_compile.passes.roles import Held, role_of
 from test_accumulation import MICRO, Net, windows
-from test_autoplan import GatheredBytes, calibrated
 from torch import Tensor, fx, nn
 
 import fsdp_compile
@@ -169,6 +170,118 @@ def test_a_context_within_another(pool):
     pool.run(2, nested)
 
 
+def forward_within(keep_bytes: int, late: int) -> None:
+    """Backwards that run after the context, of forwards within it, reduce: with what was collected before, each once."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, model = Net(), Net()
+    run = torch.compile(fsdp_compile.fully_shard(model), backend="fsdp", options={"lowering": "fx"})
+
+    def loss(fn, i: int, cut: bool) -> Tensor:
+        x, y = (parity.part(t, rank, world) if cut else t for t in models.vector_batch(i, out=10))
+        return models.square_loss(fn(x), y)
+
+    for _ in range(2):
+        loss(plain, 0, False).backward()
+        with fsdp_compile.no_sync(run, keep_bytes=keep_bytes):
+            loss(run, 0, True).backward()
+            losses = [loss(run, 1 + i, True) for i in range(late)]
+        for i, one in enumerate(losses):
+            one.backward()
+            loss(plain, 1 + i, False).backward()
+            for p, q in zip(model.parameters(), plain.parameters()):
+                if q.requires_grad:
+                    torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+        loss(run, 9, True).backward(), loss(plain, 9, False).backward()
+        for p, q in zip(model.parameters(), plain.parameters()):
+            if q.requires_grad:
+                torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+        model.zero_grad(), plain.zero_grad()
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 200, ALL])
+@pytest.mark.parametrize(("world", "late"), [(2, 2), (3, 1)])
+def test_backward_after_the_context(pool, world, late, keep_bytes):
+    pool.run(world, forward_within, keep_bytes, late)
+
+
+def frozen_for_one(keep_bytes: int, through: str) -> None:
+    """A micro-step with a weight frozen adds nothing to its gradient."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, model = models.mlp(), models.mlp()
+    run = torch.compile(fsdp_compile.fully_shard(model), backend="fsdp", options={"lowering": "fx"})
+
+    def step(i: int) -> None:
+        x, y = models.vector_batch(i)
+        models.square_loss(plain(x), y).backward()
+        models.square_loss(run(parity.part(x, rank, world)), parity.part(y, rank, world)).backward()
+
+    def freeze(yes: bool) -> None:
+        for m in (plain, model):
+            (m.a if through == "module" else m.a.weight).requires_grad_(not yes)
+
+    for _ in range(2):
+        with fsdp_compile.no_sync(run, keep_bytes=keep_bytes):
+            step(0)
+            freeze(True)
+            step(1)
+            step(2)
+            freeze(False)
+            step(3)
+        step(4)
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+        model.zero_grad(), plain.zero_grad()
+
+
+@pytest.mark.parametrize("keep_bytes", [0, ALL])
+@pytest.mark.parametrize("through", ["module", "parameter"])
+def test_frozen_for_a_micro_step(pool, keep_bytes, through):
+    pool.run(2, frozen_for_one, keep_bytes, through)
+
+
+def copied(keep_bytes: int) -> None:
+    """A copy made within the context is a model of its own: it holds and collects nothing, and lets the original go on."""
+    model = fsdp_compile.fully_shard(models.mlp())
+    x, y = models.vector_batch(0)
+    with fsdp_compile.no_sync(model, keep_bytes=keep_bytes):
+        early = copy.deepcopy(model)
+        models.square_loss(model(x), y).backward()
+        late = copy.deepcopy(model)
+        for other in (early, late):
+            with torch.no_grad():
+                for p in other.parameters():
+                    p.zero_()
+                assert not other(x).any()
+    for other in (early, late):
+        models.square_loss(other(x), y).backward()
+        assert all(p.grad is not None for p in other.parameters())
+        other.zero_grad()
+        with fsdp_compile.no_sync(other):
+            models.square_loss(other(x), y).backward()
+    models.square_loss(model(x), y).backward()
+    plain = models.mlp()
+    (2 * models.square_loss(plain(x), y)).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(parity.full(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, ALL])
+def test_a_copy_made_within(pool, keep_bytes):
+    pool.run(2, copied, keep_bytes)
+
+
+def converted() -> None:
+    model = fsdp_compile.fully_shard(models.mlp())
+    with pytest.raises(RuntimeError, match=r"'weight' of .*Linear was converted to torch.float64 on cpu inside no_sync"):
+        with fsdp_compile.no_sync(model, keep_bytes=ALL):
+            model.to("cpu")
+            model.double()
+
+
+def test_converting_within_is_an_error(pool):
+    pool.run(2, converted)
+
+
 def written_meanwhile() -> None:
     model = fsdp_compile.fully_shard(models.mlp())
     first = next(iter(model.parameters()))
@@ -221,50 +334,3 @@ def test_arrive_waits_before_the_first_use_and_returns_the_placeholder():
     wait = waits[0][0]
     assert second.args == (first, wait) and output_of(g).args[0] == (second, x)
     assert [n.name for n in g.nodes][3:5] == [first.name, wait.name]
-
-
-def within(folder: str, budget: int) -> tuple[int, int]:
-    """(bytes held, most gathered bytes alive beside them) of micro-steps after a planned step."""
-    model = fsdp_compile.fully_shard(models.decoder())
-    run = torch.compile(model, backend="fsdp", options={"lowering": "fx", "memory_budget": budget})
-    x, y = models.token_batch(0)
-    peaks = []
-    with calibrated(folder):
-        with fsdp_compile.no_sync(run, keep_bytes=None):
-            assert not any(held_of(model))  # nothing is planned yet
-            models.token_loss(run(x), y).backward()
-        with fsdp_compile.no_sync(run, keep_bytes=None):
-            held = sum(held_of(model))
-            for _ in range(3):
-                with GatheredBytes() as seen:
-                    models.token_loss(run(x), y).backward()
-                peaks.append(seen.peak)
-        assert not sum(held_of(model))
-    return held, min(peaks)
-
-
-def too_much(folder: str, budget: int) -> None:
-    model = fsdp_compile.fully_shard(models.decoder())
-    run = torch.compile(model, backend="fsdp", options={"lowering": "fx", "memory_budget": budget})
-    said = r"memory_budget: .* bytes here, beside \d+ that no_sync\(keep_bytes=...\) holds; the least possible is \d+"
-    with calibrated(folder), pytest.raises(Exception, match=said), fsdp_compile.no_sync(run, keep_bytes=budget - 8):
-        run(models.token_batch(0)[0])
-
-
-def held_of(model: nn.Module) -> list[int]:
-    """Bytes of each buffer that is held, tied weights once."""
-    tables = [m._fsdp_accumulate or {} for m in model.modules()]
-    wholes = {r[2].data_ptr(): r[2].untyped_storage().nbytes() for t in tables for r in t.values() if r[2] is not None}
-    return list(wholes.values())
-
-
-def test_as_much_as_the_memory_budget_leaves(pool, tmp_path):
-    total = sum(4 * p.numel() for p in models.decoder().parameters())
-    for budget, want in ((int(0.9 * total), "some"), (4 * total, "all")):
-        for held, beside in pool.run(2, within, str(tmp_path), budget):
-            assert 0 < held and held + beside <= budget
-            assert (beside == 0) == (want == "all"), (held, beside, total)
-
-
-def test_holding_more_than_the_budget_leaves_is_an_error(pool, tmp_path):
-    pool.run(2, too_much, str(tmp_path), sum(4 * p.numel() for p in models.decoder().parameters()) // 2)
