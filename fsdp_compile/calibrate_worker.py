@@ -224,6 +224,14 @@ class Calibration:
                 break
         return statistics.median(rates)
 
+    def speed(self, name: str) -> tuple[float, float]:
+        """FLOP/s in one dtype and bytes/s of memory, of the slowest rank: the part of a calibration that changes from minute to minute
+        on a machine that others use, too."""
+        ranks: list[Any] = [None] * self.world
+        dist.all_gather_object(ranks, (self._matmul(getattr(torch, name)), self._stream()), group=self.control)
+        flops, memory = map(min, zip(*ranks))
+        return flops, memory
+
     def _products(self, side: int, dtype: torch.dtype) -> Callable[[], Any]:
         """One product of matrices at each call, of others each time."""
         count = max(2, STREAM_BYTES // (3 * side * side * dtype.itemsize))

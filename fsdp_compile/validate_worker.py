@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,6 +75,7 @@ class Job:
         self.config, self.options, self.device = config, options, device
         self.taken = 0
         self.seconds: list[float] = []
+        self.speeds: list[tuple[float, float]] = []  # of the machine, before each visit
         self.steps(warmup)
         self.seconds.clear()
 
@@ -114,13 +117,17 @@ class Job:
         return min(found)
 
     def row(self, machine: Machine) -> Row:
-        """Predicted and measured; the same on every rank."""
+        """Predicted and measured; the same on every rank. Predicted for a machine as fast as it was before the visits: others may use it,
+        too, and it has been seen to change by half within minutes."""
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.seconds, self.peak()))
         options = dict(self.options)
         assert dist.group.WORLD is not None
         if is_gloo(dist.group.WORLD):
             options.setdefault("transport", "own")  # what "auto" takes there, which `explain` cannot know
+        flops, memory = (statistics.median(each) for each in zip(*self.speeds))
+        rates = replace(machine.rates, flops={**machine.rates.flops, "float32": flops}, memory=memory)
+        machine = replace(machine, rates=rates)
         report = explain(self._build(self.config, self.device), *self.batches[0], world_size=len(ranks), **options)
         t = report.simulate(machine, "adamw")
         measured = tuple(max(each) for each in zip(*(r[0] for r in ranks)))
@@ -132,7 +139,8 @@ def worker(config: ValidateConfig) -> tuple[Machine, list[Row]]:
     with process_group(config.device, config.threads, config.timeout) as device, rank_progress() as progress:
         calibration = config.calibration()
         group = communicator(init_device_mesh(config.device, (config.nproc,)), config.timeout)
-        machine = machine_of(calibration, *Calibration(calibration, device, group, progress).run())
+        measuring = Calibration(calibration, device, group, progress)
+        machine = machine_of(calibration, *measuring.run())
         bar = progress.add_task("", total=len(config.variants) * (2 + config.rounds))
         jobs = []
         for options in config.variants:
@@ -144,6 +152,7 @@ def worker(config: ValidateConfig) -> tuple[Machine, list[Row]]:
         for turn in range(config.rounds):
             for job in jobs:
                 progress.update(bar, description=f"round {turn + 1} of {config.rounds}: {job.options or 'default'}")
+                job.speeds.append(measuring.speed("float32"))
                 dist.barrier()
                 job.steps(config.steps)
                 progress.advance(bar)

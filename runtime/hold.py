@@ -100,8 +100,7 @@ class _Kept:
 
     def stale(self) -> bool:
         """Whether the parameter was written since: what this rank sent is in ``buffer``."""
-        group = dist.distributed_c10d._resolve_process_group(self.spec.group)  # type: ignore[arg-type]
-        mine = self.arrived().view(self.spec.world, -1)[group.rank()]
+        mine = self.arrived().view(self.spec.world, -1)[_group(self.spec.group).rank()]
         now = _sent(self.param, self.spec)
         return now.shape != mine.shape or not torch.equal(mine.view(torch.uint8), now.view(torch.uint8))
 
