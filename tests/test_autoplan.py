@@ -114,10 +114,10 @@ def test_parity(pool, tmp_path: Path, world: int, options: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.inductor
-def test_parity_inductor_measured_here(pool) -> None:
+@pytest.mark.parametrize("lowering", ["fx", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.extra])])
+def test_parity_measured_here(pool, lowering) -> None:
     """Without a calibration: measured when it is first needed, on a number of ranks, too, that divides no power of two."""
-    check(pool, Case(models.mlp, models.vector_batch, models.square_loss), 3, lowering="inductor", options={"plan": "auto"})
+    check(pool, Case(models.mlp, models.vector_batch, models.square_loss), 3, lowering=lowering, options={"plan": "auto"})
 
 
 def peaks(folder: str, budget: int | None) -> int:

@@ -13,30 +13,30 @@ import fsdp_compile
 
 def within(folder: str, budget: int) -> tuple[int, int]:
     """(bytes held, most gathered bytes alive beside them) of micro-steps after a planned step."""
-    model = fsdp_compile.fully_shard(models.decoder())
+    model = fsdp_compile.fully_shard(models.mlp())
     run = torch.compile(model, backend="fsdp", options={"lowering": "fx", "memory_budget": budget})
-    x, y = models.token_batch(0)
+    x, y = models.vector_batch(0)
     peaks = []
     with calibrated(folder):
         with fsdp_compile.no_sync(run, keep_bytes=None):
             assert not any(held_of(model))  # nothing is planned yet
-            models.token_loss(run(x), y).backward()
+            models.square_loss(run(x), y).backward()
         with fsdp_compile.no_sync(run, keep_bytes=None):
             held = sum(held_of(model))
             for _ in range(3):
                 with GatheredBytes() as seen:
-                    models.token_loss(run(x), y).backward()
+                    models.square_loss(run(x), y).backward()
                 peaks.append(seen.peak)
         assert not sum(held_of(model))
     return held, min(peaks)
 
 
 def too_much(folder: str, budget: int) -> None:
-    model = fsdp_compile.fully_shard(models.decoder())
+    model = fsdp_compile.fully_shard(models.mlp())
     run = torch.compile(model, backend="fsdp", options={"lowering": "fx", "memory_budget": budget})
     said = r"memory_budget: .* bytes here, beside \d+ that no_sync\(keep_bytes=...\) holds; the least possible is \d+"
     with calibrated(folder), pytest.raises(Exception, match=said), fsdp_compile.no_sync(run, keep_bytes=budget - 8):
-        run(models.token_batch(0)[0])
+        run(models.vector_batch(0)[0])
 
 
 def held_of(model: nn.Module) -> list[int]:
@@ -66,7 +66,7 @@ def test_each_model_has_a_budget_of_its_own(pool, tmp_path):
 
 
 def test_as_much_as_the_memory_budget_leaves(pool, tmp_path):
-    total = sum(4 * p.numel() for p in models.decoder().parameters())
+    total = sum(4 * p.numel() for p in models.mlp().parameters())
     for budget, want in ((int(0.9 * total), "some"), (4 * total, "all")):
         for held, beside in pool.run(2, within, str(tmp_path), budget):
             assert 0 < held and held + beside <= budget
@@ -74,4 +74,4 @@ def test_as_much_as_the_memory_budget_leaves(pool, tmp_path):
 
 
 def test_holding_more_than_the_budget_leaves_is_an_error(pool, tmp_path):
-    pool.run(2, too_much, str(tmp_path), sum(4 * p.numel() for p in models.decoder().parameters()) // 2)
+    pool.run(2, too_much, str(tmp_path), sum(4 * p.numel() for p in models.mlp().parameters()) // 2)

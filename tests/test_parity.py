@@ -23,7 +23,7 @@ def test_decoder_fx(pool, world):
 
 @pytest.mark.slow
 @pytest.mark.inductor
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.extra)])
 def test_decoder_inductor(pool, world):
     parity.check(pool, DECODER, world, lowering="inductor")
 
