@@ -146,16 +146,14 @@ def _collected_on(p: Any, into: Tensor) -> bool:
 @torch.no_grad()
 def _reduce_now(p: Any, into: Tensor) -> None:
     """Reduce what ``into`` and ``p`` have collected, and add it to ``p.grad``."""
-    from .grads import accumulate  # which needs `reduced`
+    from .grads import reduce_into  # which needs `reduced`
 
     grad, into.grad = into.grad, None
     assert grad is not None
     if (pending := p.__dict__.get("_fsdp_pending")) is not None:
         grad = grad + pending
         reduced(p)
-    local = p._local_tensor
-    part = torch.ops.fsdp_compile.reduce_grad(grad, p._fsdp_spec)
-    accumulate(p, part[: local.numel()].view(local.shape))
+    reduce_into(p, grad)
 
 
 def forget(p: Any) -> None:

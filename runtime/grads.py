@@ -145,6 +145,14 @@ def accumulate(p: nn.Parameter, local_grad: Tensor) -> None:
         fn(p)
 
 
+@torch.no_grad()
+def reduce_into(p: Any, grad: Tensor) -> None:
+    """Reduce a whole gradient of ``p`` at once and `accumulate` this rank's part."""
+    local = p._local_tensor
+    part = torch.ops.fsdp_compile.reduce_grad(grad, p._fsdp_spec)
+    accumulate(p, part[: local.numel()].view(local.shape))
+
+
 def follow(old: nn.Parameter, new: nn.Parameter) -> None:
     """Let gradients that still arrive at ``old``, which ``new`` has replaced in the middle of a forward, go to ``new``, reduced."""
     ref = weakref.ref(new)
@@ -154,9 +162,7 @@ def follow(old: nn.Parameter, new: nn.Parameter) -> None:
         Tensor.grad.__set__(p, None)  # type: ignore[union-attr]
         owner = ref()
         if grad is not None and owner is not None and owner.requires_grad:
-            local = owner._local_tensor  # type: ignore[attr-defined]
-            part = torch.ops.fsdp_compile.reduce_grad(grad, owner._fsdp_spec)  # type: ignore[attr-defined]
-            accumulate(owner, part[: local.numel()].view(local.shape))
+            reduce_into(owner, grad)
 
     old.register_post_accumulate_grad_hook(hook)
     _followed.append(weakref.ref(old))

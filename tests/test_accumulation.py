@@ -48,14 +48,19 @@ def count_reductions(fn) -> int:
     return sum(e.count for e in p.key_averages() if e.key.startswith(names))
 
 
-def accumulate(defer: bool, lowering: str, tight: dict) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def beside_one_process(lowering: str, tight: dict):
+    """`Net` in one process, sharded, and compiled; an optimizer for either."""
     plain, model = Net(), Net()
     fsdp_compile.fully_shard(model)
-    step_of = torch.compile(model, backend="fsdp", options={"lowering": lowering, **tight})
+    run = torch.compile(model, backend="fsdp", options={"lowering": lowering, **tight})
     options = {"lr": 1e-3, "eps": 1e-6}
-    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **options)
-    ours = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
+    theirs, ours = (torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], **options) for m in (plain, model))
+    return plain, model, run, theirs, ours
+
+
+def accumulate(defer: bool, lowering: str, tight: dict) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, model, step_of, theirs, ours = beside_one_process(lowering, tight)
     reductions = []
     for step in range(3):
         for x, y in windows(step):

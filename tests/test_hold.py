@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fsdp_compile.passes.arrive import arrive, holds
 from fsdp_compile.passes.graph_ops import output_of
 from fsdp_compile.passes.roles import Held, role_of
-from test_accumulation import MICRO, Net, windows
+from test_accumulation import MICRO, Net, beside_one_process, windows
 from torch import Tensor, fx, nn
 
 import fsdp_compile
@@ -33,12 +33,7 @@ GATHERS = ("_c10d_functional::all_gather", "fsdp_compile::all_gather")
 def held(keep_bytes: int, want: str, lowering: str, tight: dict) -> None:
     """Two optimizer steps of MICRO micro-steps in the context and one after it, next to one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    plain, model = Net(), Net()
-    fsdp_compile.fully_shard(model)
-    run = torch.compile(model, backend="fsdp", options={"lowering": lowering, **tight})
-    options = {"lr": 1e-3, "eps": 1e-6}
-    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **options)
-    ours = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **options)
+    plain, model, run, theirs, ours = beside_one_process(lowering, tight)
     for step in range(2):
         batches = [*windows(step), *windows(step + 10)[:1]]
         for x, y in batches:
