@@ -28,8 +28,9 @@ from torch.utils import _pytree as pytree
 from fsdp_compile import compat
 
 from .exchange import ALL_TO_ALLS
-from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources
-from .roles import Kept, role_of
+from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources, world_of
+from .keep import deaths
+from .roles import role_of
 
 log = logging.getLogger("fsdp_compile.passes")
 
@@ -143,15 +144,13 @@ def _launch(node: fx.Node) -> Launch:
     role = role_of(node)
     assert role is not None
     reduce = "all_to_all" if node.target in ALL_TO_ALLS else "reduce_scatter"
-    world = node.args[-2]
-    world = len(world) if isinstance(world, (list, tuple)) else world
     return Launch(
         bucket=role.bucket,
         kind="all_gather" if role.kind == "gather" else reduce,
         lowering="coalesced" if node.target in _COALESCED else "packed",
         dtype=dtype_of(sources(node)[0].meta["val"]),
         group=str(node.args[-1]),
-        world=int(world),  # type: ignore[arg-type]
+        world=world_of(node),
         nbytes=role.nbytes,
         params=role.params,
     )
@@ -167,12 +166,7 @@ def _frees(graph: fx.Graph, at: dict[fx.Node, int]) -> Iterable[tuple[int, Free]
         if role is not None and role.kind == "free":
             freed.add(role.bucket)
             yield at[n], Free(role.bucket, role.nbytes)
-    dies: dict[Kept, int] = {}
-    for n in graph.nodes:
-        kept = n.meta.get(Kept.KEY) if n.op == "placeholder" else None
-        if kept is not None:
-            dies[kept] = max(dies.get(kept, 0), *(at[u] for a in alias_closure([n]) for u in (a, *a.users)))
-    yield from ((place, Free(f"kept {kept.fqn}", kept.nbytes)) for kept, place in dies.items())
+    yield from ((place, Free(f"kept {kept.fqn}", kept.nbytes)) for kept, place in deaths(graph, at.__getitem__).items())
     for n in graph.nodes:
         role = role_of(n)
         if role is None or role.kind != "wait_gather" or role.bucket in freed:

@@ -88,6 +88,12 @@ def alias_closure(roots: Iterable[fx.Node]) -> list[fx.Node]:
     return list(seen)
 
 
+def world_of(launch: fx.Node) -> int:
+    """How many ranks a launch is on."""
+    world = launch.args[-2]
+    return len(world) if isinstance(world, (list, tuple)) else int(world)  # type: ignore[arg-type]
+
+
 def sources(launch: fx.Node) -> list[fx.Node]:
     """What a collective sends: one node, or the list of a coalesced one."""
     first = launch.args[0]

@@ -15,12 +15,15 @@ is made, so that kept weights and new gradients together take no more than the g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from .graph_ops import positions
+from .graph_ops import alias_closure, positions
 from .markers import is_marker, unary_chain
+from .roles import Kept
 
 
 def kept(graph: fx.Graph, nbytes: int | None, names: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -52,6 +55,16 @@ def kept(graph: fx.Graph, nbytes: int | None, names: frozenset[str] = frozenset(
         out.add(spec.fqn)
         left -= spec.gathered_bytes
     return frozenset(out)
+
+
+def deaths(graph: fx.Graph, place: Callable[[fx.Node], int]) -> dict[Kept, int]:
+    """What forward has kept, each with the ``place`` of its last use in this backward graph."""
+    dies: dict[Kept, int] = {}
+    for n in graph.nodes:
+        kept = n.meta.get(Kept.KEY) if n.op == "placeholder" else None
+        if kept is not None:
+            dies[kept] = max(dies.get(kept, 0), *(place(u) for a in alias_closure([n]) for u in (a, *a.users)))
+    return dies
 
 
 def _backward_begins(graph: fx.Graph, at: dict[fx.Node, int]) -> int | None:

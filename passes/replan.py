@@ -184,6 +184,8 @@ def _place(
             freed.setdefault(i, []).append(f)
     limit_reduces = 2 * max((r.launch.nbytes for r in reduces), default=0)
     next_gather = next_reduce = alive = in_flight = 0
+    entering = beside = sum(f.nbytes for _, f in kept)
+    carried = max(entering, sum(g.launch.nbytes - sum(f.nbytes for _, f in g.frees) for g in gathers))
     flying: list[_Part] = []
 
     def land(group: list[_Part]) -> None:
@@ -198,6 +200,8 @@ def _place(
             g = gathers[next_gather]
             ahead = next_gather - prefetch
             due = ahead < 0 or gathers[ahead].place <= i
+            began = gathers[0].place < i or entering > 0
+            due = due or (prefetch > 0 and began and alive + beside + g.launch.nbytes <= carried)
             fits = limit is None or alive + g.launch.nbytes <= limit
             if g.place > i and not (due and fits):
                 break
@@ -211,12 +215,14 @@ def _place(
             events.extend((*r.before, r.launch))
             flying.append(r)
             in_flight += r.launch.nbytes
+            beside += r.launch.nbytes // r.launch.world
             next_reduce += 1
         land([r for r in flying if r.needed <= i < end])
         for g in arriving.get(i, ()):
             events.extend((Wait(g.launch.bucket), *g.after))
         if i < end:
             events += [kernels[i], *dropped.get(i, ())]
+            beside -= sum(f.nbytes for f in dropped.get(i, ()))
             for f in freed.get(i, ()):
                 events.append(f)
                 alive -= f.nbytes

@@ -6,8 +6,14 @@ The compute order is taken as it is. Our nodes are placed into it::
     reductions        … grads of bucket 0 · reduce 0 · compute · reduce 1 · compute · wait 0 · reduce 2 · … · wait 1 · wait 2
 
 A gather is launched before the wait of the bucket ``prefetch`` places ahead of it, so that the communication lane does not run dry;
-later if the limit on gathered bytes says so. A reduction is launched as soon as its gradients exist, and waited for when more than
-``limit_reduces`` bytes are in flight, or at the end.
+later if the limit on gathered bytes says so. Earlier where that costs no memory, because weights are carried from forward to backward
+(`keep`) and the room that they take at the boundary is still, or again, free::
+
+    forward     | gathered, kept or not ·······▁▂▃▄▅▆▇█ |      carried: bytes that are kept at the end
+    backward    | █▇▆▅▄▃▂▁ kept ··· shards of gradients |      gathers run ahead while all three together are below it
+
+A reduction is launched as soon as its gradients exist, and waited for when more than ``limit_reduces`` bytes are in flight, or at the
+end.
 """
 
 from __future__ import annotations
@@ -17,14 +23,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .graph_ops import alias_closure, output_of, positions, set_order
+from .graph_ops import alias_closure, output_of, positions, set_order, world_of
+from .keep import deaths
 from .roles import GATHER_KINDS, REDUCE_KINDS, Role, role_of
 
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """``prefetch``: how many buckets ahead a gather is launched (0: just before its use); a tuple has a number for each bucket, and its
-    last one for all others. ``limit_gathers``: most bytes of gathered
+    """``prefetch``: how many buckets ahead a gather is launched (0: just before its use), or further where that costs no memory; a tuple
+    has a number for each bucket, and its last one for all others. ``limit_gathers``: most bytes of gathered
     buffers alive at once, in flight or in use (None: no limit). ``limit_reduces``: most bytes of reductions in flight (None: two
     largest buckets)."""
 
@@ -59,9 +66,16 @@ class _Gather:
     ready: int = 0  # compute position before which its shards do not exist (0: they are inputs)
 
 
+    @property
+    def stays(self) -> int:
+        """Bytes that the graph does not free."""
+        return self.nbytes - sum(_nbytes(f) for frees in self.frees.values() for f in frees)
+
+
 @dataclass
 class _Reduce:
     nbytes: int
+    shard: int  # bytes of its result on one rank
     launch: list[fx.Node]
     arrive: list[fx.Node]
     ready: int  # compute position before which not all of its gradients exist
@@ -105,6 +119,10 @@ class _Work:
             self.arriving.setdefault(g.first, []).extend(g.arrive)
             for i, frees in g.frees.items():
                 self.freed.setdefault(i, []).extend(frees)
+        self.dropped: dict[int, int] = {}  # compute position → bytes of kept weights that die after it
+        for kept, n in deaths(graph, lambda u: self.place.get(u, 0)).items():
+            self.dropped[n] = self.dropped.get(n, 0) + kept.nbytes
+        self.carried = max(sum(self.dropped.values()), sum(g.stays for g in self.gathers))
 
 
 def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
@@ -112,6 +130,7 @@ def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
     order: list[fx.Node] = []
     gathers, compute, end = work.gathers, work.compute, len(work.compute)
     next_gather = next_reduce = alive = in_flight = 0
+    beside = sum(work.dropped.values())  # bytes of kept weights and shards of gradients
     flying: list[_Reduce] = []
     limit_reduces = plan.limit_reduces or 2 * max((r.nbytes for r in work.reduces), default=0)
 
@@ -126,8 +145,11 @@ def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
         if i >= work.entry:
             while next_gather < len(gathers):  # launches whose time has come
                 g = gathers[next_gather]
-                ahead = next_gather - plan.distance(next_gather)
+                distance = plan.distance(next_gather)
+                ahead = next_gather - distance
                 due = ahead < 0 or gathers[ahead].first <= i  # the first ones at the graph's entry, whatever runs before their use
+                began = gathers[0].first < i or bool(work.dropped)  # at the entry only those
+                due = due or (distance > 0 and began and alive + beside + g.nbytes <= work.carried)
                 fits = plan.limit_gathers is None or alive + g.nbytes <= plan.limit_gathers
                 if g.first > i and not (due and fits and g.ready <= i):
                     break
@@ -141,6 +163,7 @@ def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
                 order.extend(r.launch)
                 flying.append(r)
                 in_flight += r.nbytes
+                beside += r.shard
                 next_reduce += 1
             land([r for r in flying if r.needed <= i < end])
         order.extend(work.arriving.get(i, ()))
@@ -152,6 +175,7 @@ def _place(work: _Work, plan: SchedulePlan) -> list[fx.Node]:
         for f in work.freed.get(i, ()):
             order.append(f)
             alive -= _nbytes(f)
+        beside -= work.dropped.get(i, 0)
     land(list(flying))
     order.extend(work.freed.get(end, ()))
     order.append(work.out)
@@ -233,10 +257,11 @@ def _collect_reduces(graph: fx.Graph, place: dict[fx.Node, int]) -> list[_Reduce
         r = role_of(n)
         if r is None or r.kind not in REDUCE_KINDS:
             continue
-        g = found.setdefault(r.bucket, _Reduce(0, [], [], 0, end))
+        g = found.setdefault(r.bucket, _Reduce(0, 0, [], [], 0, end))
         if r.kind in ("pack", "reduce", "reduce_item"):
             g.launch.append(n)
             g.nbytes += r.nbytes
+            g.shard += r.nbytes // world_of(n) if r.nbytes else 0
             g.ready = max([g.ready, *(place[a] + 1 for a in n.all_input_nodes if a in place)])
         else:
             g.arrive.append(n)
