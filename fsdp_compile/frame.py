@@ -18,10 +18,11 @@ from torch import fx
 from fsdp_compile import compat, compat_compile, passes, runtime
 from fsdp_compile.autoplan import Automatic, Decision, decide, machine_of
 from fsdp_compile.guarded import Guarded, group_of
-from fsdp_compile.options import Options
+from fsdp_compile.options import ROWS_FROM, Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
+from fsdp_compile.passes.rows import rows
 from fsdp_compile.passes.written import Written
 from fsdp_compile.runtime import hold
 from fsdp_compile.runtime.communicator import is_gloo
@@ -54,9 +55,15 @@ class Frame:
         markers.dedupe(gm)
         self.observe("dedupe", gm.graph, "joint")
         specs = markers.marker_specs(gm)
-        plan = self.options.passes_plan(self.module_path, _on_gloo(specs, inputs))
-        plan = replace(plan, lift=self.options.early_gathers and _on_cpu_ranks(specs, inputs))
+        on_gloo = _on_gloo(specs, inputs)
         written = self.written = self.options.written(self.module_path)
+        least = self.options.embedding_rows
+        if least is None:
+            least = ROWS_FROM if _group_over(specs) is not None and _on_cpu(inputs) else 0
+        if least and rows(gm, least, written.fqns):
+            self.observe("rows", gm.graph, "joint")
+        plan = self.options.passes_plan(self.module_path, on_gloo)
+        plan = replace(plan, lift=self.options.early_gathers and _on_cpu_ranks(specs, inputs))
         self.automatic = _automatic(self.options, specs, inputs)
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Scheduled:

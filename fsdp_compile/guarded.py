@@ -26,11 +26,12 @@ class Guarded:
 
     def __init__(self, index: int, schedule: Scheduled, timeout_s: float, lifted: bool, fn: Callable[..., Any]) -> None:
         self.schedule, self.fn, self.timeout_s, self.lifted = schedule, fn, timeout_s, lifted
-        specs = (*schedule.gathered, *schedule.reduced) if schedule.collectives else ()
+        specs = (*((*schedule.gathered, *schedule.reduced) if schedule.collectives else ()), *schedule.exchanged)
         self.backward = schedule.direction == "backward"
         self.title = f"{schedule.direction} graph {index}"
         # By group: one of its parameters, and what the graph will do there. The title has no part in what is compared.
-        self.turns = {s.group: (s, tuple(c.signature() for c in schedule.collectives if c.group == s.group)) for s in specs}
+        sent = [(c.group, c.signature()) for c in schedule.collectives] + [(s.group, f"rows of {s.encode()}") for s in schedule.exchanged]
+        self.turns = {s.group: (s, tuple(line for group, line in sent if group == s.group)) for s in specs}
         self.entries = {name: tuple(e for e in schedule.entries if e.group == name) for name in self.turns}
         self.events = {name: (self.backward, fingerprint(lines)) for name, (_, lines) in self.turns.items()}
         # Weak: compiled code outlives its groups (Dynamo leaves it in the globals of the module), and a group has threads.

@@ -28,6 +28,8 @@ PACKED_LIMIT = (
 )
 WHOLE_NUMBERS = ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes")
 AUTO = "auto"
+ROWS_FROM = 1 << 20  # bytes of a table: three small messages take about as long as gathering that many
+ON_GLOO = {"transport": "own", "embedding_rows": ROWS_FROM}  # what "auto" and None stand for on CPU ranks with gloo
 DECIDED = (*WHOLE_NUMBERS, "bucket_modules")  # by a planner
 
 
@@ -46,6 +48,10 @@ class Options:
       transport               "native": the backend's own collectives; "all_to_all": reductions built on all-to-all, fewer bytes
                               where the backend's own sends more than it must; "own": so, and every collective on what suits
                               the measured link (gloo only); "auto": "own" on gloo, else "native"
+      embedding_rows          embeddings exchange the rows that the batches name, at their use, instead of gathering the table and
+                              reducing a gradient of its size: fewer bytes, by far if a batch names few of many rows. True: all but
+                              tied ones and those that the plan names; a number: of these, tables of at least so many bytes; None:
+                              of at least 1 MiB, on CPU ranks (elsewhere the host would have to wait for the device)
 
     When it travels:
       prefetch                how many buckets ahead a gather is launched
@@ -85,6 +91,7 @@ class Options:
     limit_reduce_scatters: int | None = None
     keep_bytes: int | None = None
     early_gathers: bool = False
+    embedding_rows: bool | int | None = None
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None
     memory_budget: int | None = None
     collective: str = "coalesced"
@@ -105,6 +112,8 @@ class Options:
         self._check_types()
         if not isinstance(self.early_gathers, bool):
             raise TypeError(f"option early_gathers must be True or False, got {self.early_gathers!r}")
+        if self.embedding_rows is not None and (not isinstance(self.embedding_rows, int) or self.embedding_rows < 0):
+            raise TypeError(f"option embedding_rows must be True, False or a number of bytes, got {self.embedding_rows!r}")
         check_inductor(self.inductor)
         if self.keep_bytes is not None and self.keep_bytes < 0:
             raise ValueError(f"option keep_bytes must not be negative, got {self.keep_bytes}")

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compile.explain import explain
-from fsdp_compile.options import DECIDED, as_bytes
+from fsdp_compile.options import DECIDED, ON_GLOO, as_bytes
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.planner import choose, keeps, replanner
 from fsdp_compile.passes.simulate import Timeline
@@ -52,7 +52,7 @@ def make_plan(
         if name in (*DECIDED, "plan"):
             raise ValueError(f"{name} is what make_plan decides: leave it out")
     if machine.backend == "gloo":
-        options = {"transport": "own", **options}
+        options = {**ON_GLOO, **options}
     exchange = options.get("transport", "native") not in ("native", "auto")
     mode = options.get("collective", "coalesced")
 

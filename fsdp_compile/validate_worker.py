@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import compat
 from fsdp_compile.explain import explain
+from fsdp_compile.options import ON_GLOO, ROWS_FROM
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.runtime.communicator import communicator, is_gloo
 
@@ -121,10 +122,10 @@ class Job:
         too, and it has been seen to change by half within minutes."""
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.seconds, self.peak()))
-        options = dict(self.options)
         assert dist.group.WORLD is not None
-        if is_gloo(dist.group.WORLD):
-            options.setdefault("transport", "own")  # what "auto" takes there, which `explain` cannot know
+        on_cpu = self.device.type == "cpu"
+        default = ON_GLOO if is_gloo(dist.group.WORLD) else {"embedding_rows": ROWS_FROM} if on_cpu else {}
+        options = {**default, **self.options}  # `explain` cannot know where it would run
         flops, memory = (statistics.median(each) for each in zip(*self.speeds))
         rates = replace(machine.rates, flops={**machine.rates.flops, "float32": flops}, memory=memory)
         machine = replace(machine, rates=rates)

@@ -31,6 +31,7 @@ from .exchange import ALL_TO_ALLS
 from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources, world_of
 from .keep import deaths
 from .roles import role_of
+from .rows import EMBED
 
 log = logging.getLogger("fsdp_compile.passes")
 
@@ -42,7 +43,7 @@ _COALESCED = (
     torch.ops.fsdp_compile.all_gather_coalesced.default,
 )
 # Read about as much of their first input as they write, not the whole of it.
-_PICK = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+_PICK = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, EMBED}
 _OURS = ("aten", "prims", "prim", "fsdp_compile")
 
 

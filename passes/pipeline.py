@@ -21,6 +21,7 @@ from .insert import insert
 from .lift import lift
 from .lower import lower
 from .roles import nodes_of, role_of
+from .rows import exchanged
 from .schedule import SchedulePlan, gather_peak, schedule
 from .verify import Expectation, verify
 
@@ -70,7 +71,8 @@ class Collective:
 @dataclass(frozen=True)
 class Scheduled:
     """Result of `run_passes`: the collectives in launch order, what was gathered and reduced, the predicted peak, and the gathers that
-    may start before the graph. ``room``: a memory budget and what the plan leaves of it, if one was given."""
+    may start before the graph. ``room``: a memory budget and what the plan leaves of it, if one was given. ``exchanged``: the embeddings
+    whose rows it exchanges."""
 
     direction: str
     collectives: tuple[Collective, ...]
@@ -79,6 +81,7 @@ class Scheduled:
     peak_gathered_bytes: int
     entries: tuple[Entry, ...] = ()
     room: tuple[int, int] | None = None
+    exchanged: tuple[ParamSpec, ...] = ()
 
 
 def run_passes(
@@ -106,7 +109,7 @@ def run_passes(
     _timed("lower", graph, show, lambda: lower(graph))
     if direction == "forward" and holds(graph):
         _timed("arrive", graph, show, lambda: arrive(graph))
-    return Scheduled(direction, table, inserted.gathered, inserted.reduced, peak, entries)
+    return Scheduled(direction, table, inserted.gathered, inserted.reduced, peak, entries, exchanged=exchanged(graph))
 
 
 def _timed(name: str, graph: fx.Graph, show: Observer, run: Callable[[], _T]) -> _T:

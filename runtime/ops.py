@@ -22,8 +22,9 @@ from torch import Tensor
 
 from fsdp_compile.spec import ParamSpec, decode
 
-from . import early as _early  # noqa: F401  # its operator, as of the next two
+from . import early as _early  # noqa: F401  # its operator, as of the next three
 from . import local as _local  # noqa: F401
+from . import rows as _rows  # noqa: F401
 from . import wire as _wire  # noqa: F401
 from .accumulation import claim
 from .grads import expect
