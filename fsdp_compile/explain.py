@@ -140,6 +140,7 @@ class _Explained:
     stages: list[Stage] = field(default_factory=list)
     graphs: list[GraphReport] = field(default_factory=list)
     kept: frozenset[str] = frozenset()
+    exchanged: frozenset[str] = frozenset()
     calls: int = 0
 
 
@@ -183,6 +184,7 @@ class _Capture:
             graph = GraphReport(frame.index, done.direction, ends.first, ends.last, rows, done.peak_gathered_bytes, ends.work)
             out.graphs.append(graph)
         out.kept = frame.kept
+        out.exchanged = frozenset(s.fqn for done in frame.schedules for s in done.exchanged)
         self.frames.append(out)
 
         def runner(*args: Any) -> Any:
@@ -321,4 +323,5 @@ def _report(name: str, subject: _Subject, frames: list[_Explained], opts: Option
         limit_gathers=opts.limit_all_gathers if written.limit_all_gathers is None else written.limit_all_gathers,
         prefetch={d: written.prefetch.get(d, (opts.prefetch,)) for d in ("forward", "backward")},
         kept=frozenset().union(*(f.kept for f in frames)),
+        exchanged=frozenset().union(*(f.exchanged for f in frames)),
     )

@@ -104,6 +104,8 @@ def _failed_collective(e: BaseException, schedule: Scheduled) -> str | None:
     """Which collective an exception came from, read off the line of generated code (or of an FX graph) that raised it."""
     for frame in reversed(traceback.extract_tb(e.__traceback__)):
         line = frame.line or ""
+        if "ops.fsdp_compile.embed_rows" in line:
+            return f"the exchange of rows of {', '.join(dict.fromkeys(s.fqn for s in schedule.exchanged))}"
         if not _COLLECTIVE.search(line):
             continue
         source = _source_above(frame)

@@ -93,7 +93,8 @@ class Report:
     """The whole model. ``calls[i]``: how often frame ``i`` ran in one forward. Bytes: ``parameter_bytes`` of all sharded
     parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``: option limit_all_gathers, or the plan's.
     ``prefetch``: direction → how many buckets ahead (one number for all, or one for each). ``kept``: FQNs of weights that stay gathered
-    from forward to backward (`passes.keep`)."""
+    from forward to backward (`passes.keep`); ``exchanged``: of embeddings whose rows are exchanged at their use (`passes.rows`): how many
+    bytes that takes depends on the batch, and no figure here counts them."""
 
     model: str
     world_size: int
@@ -106,6 +107,7 @@ class Report:
     limit_gathers: int | None = None
     prefetch: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"forward": (2,), "backward": (2,)})
     kept: frozenset[str] = frozenset()
+    exchanged: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -237,6 +239,7 @@ class Report:
             "pass_seconds": self.pass_seconds,
             "calls": list(self.calls),
             "plan": self.plan,
+            "exchanged": sorted(self.exchanged),
             "graphs": [
                 {
                     "frame": g.frame,

@@ -46,6 +46,8 @@ def summary(report: Report) -> str:
         "traffic": f"{human_bytes(report.bytes_per_step)} sent by each rank in a step",
         "peak gathered": human_bytes(report.peak_gathered_bytes),
     }
+    if report.exchanged:
+        lines["rows"] = f"of {_names(tuple(sorted(report.exchanged)))}: exchanged as the batch names them, not counted above"
     if len(report.calls) > 1:
         lines["frames"] = f"{len(report.calls)}, called {', '.join(map(str, report.calls))} times"
     return "\n".join([report.model, *(f"  {k:<14} {v}" for k, v in lines.items())])

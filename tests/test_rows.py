@@ -8,6 +8,7 @@ from typing import Any
 import models
 import parity
 import pytest
+import test_bad_input
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -58,6 +59,8 @@ def sent(model: nn.Module, **options: Any) -> set[str]:
 def test_the_table_is_neither_gathered_nor_reduced() -> None:
     report = explain(Several(), torch.zeros(2, 3, dtype=torch.int64), world_size=2, embedding_rows=True)
     assert {p for b in report.buckets for p in b.parameters} == {"out.weight", "out.bias"}
+    assert report.exchanged == {"words.weight", "kinds.weight"}
+    assert "rows           of kinds.weight, words.weight: exchanged as the batch names them, not counted above" in str(report)
     ops = report.stage("joint", "rows").ops
     assert (ops["fsdp_compile.embed_rows"], ops["fsdp_compile.unshard"]) == (3, 2)
     assert "words.weight" in report.graph("backward", "schedule")
@@ -203,3 +206,20 @@ def some_differ() -> None:
 def test_ranks_must_agree(pool: Pool) -> None:
     with pytest.raises(RankError, match="RankMismatch"):
         pool.run(2, some_differ)
+
+
+def peer_dies_inside(lowering: str) -> str:
+    """Rank 1 agrees on the forward graph, and dies before its exchange."""
+    model = torch.compile(fully_shard(Several()), backend="fsdp", options={"lowering": lowering, "embedding_rows": True})
+    ids = ids_batch(0)[0]
+    model(ids)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        test_bad_input.guarded.Guarded._compare = test_bad_input.compare_and_die
+    raise AssertionError(test_bad_input.message(model, ids))
+
+
+@pytest.mark.parametrize("lowering", ["fx", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_peer_that_dies_is_told_by_the_table(lowering: str) -> None:
+    text = test_bad_input.fails(peer_dies_inside, lowering)
+    assert "forward graph 0: the exchange of rows of words.weight, kinds.weight failed (a peer has died or hangs)" in text, text
