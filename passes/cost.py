@@ -26,12 +26,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compile import compat
+from fsdp_compile.spec import decode, dtype_name
 
 from .exchange import ALL_TO_ALLS
 from .graph_ops import alias_closure, aten, c10d, is_alias_op, output_of, positions, sources, world_of
 from .keep import deaths
 from .roles import role_of
-from .rows import EMBED
+from .rows import EMBED, EMBED_GRAD
 
 log = logging.getLogger("fsdp_compile.passes")
 
@@ -44,6 +45,7 @@ _COALESCED = (
 )
 # Read about as much of their first input as they write, not the whole of it.
 _PICK = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, EMBED}
+_EXCHANGES = (EMBED, EMBED_GRAD)
 _OURS = ("aten", "prims", "prim", "fsdp_compile")
 
 
@@ -51,7 +53,7 @@ _OURS = ("aten", "prims", "prim", "fsdp_compile")
 class Kernel:
     """Compute. ``flops`` (0: not a matmul) and ``nbytes`` read and written, by the sizes seen when compiling; ``flops_expr`` and
     ``bytes_expr`` are the same as sympy expressions (numbers where shapes are static). ``ours``: nothing of the program's is in it,
-    only casts and copies around collectives."""
+    only casts and copies around collectives. ``exchange``: a collective that it starts and waits for (`passes.rows`)."""
 
     name: str
     flops: int
@@ -60,6 +62,7 @@ class Kernel:
     flops_expr: Any = 0
     bytes_expr: Any = 0
     ours: bool = False
+    exchange: Launch | None = None
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.nbytes < 0:
@@ -191,7 +194,8 @@ def is_free(node: fx.Node) -> bool:
 def is_heavy(node: fx.Node) -> bool:
     """Whether a call is a kernel of its own, which nothing is fused into."""
     namespace = getattr(node.target, "namespace", None)
-    return compat.flop_formula(node.target) is not None or (namespace not in _OURS and node.target is not operator.getitem)
+    own = node.target in _EXCHANGES or namespace not in _OURS
+    return compat.flop_formula(node.target) is not None or (own and node.target is not operator.getitem)
 
 
 def _computes(node: fx.Node) -> bool:
@@ -269,7 +273,18 @@ def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
     name = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name}..{nodes[-1].name}"
     dtype = _operand_dtype(nodes[0])
     ours = all(role_of(n) is not None for n in nodes)
-    return Kernel(name, _size(flops), _size(moved), dtype, compat.size_expr(flops), compat.size_expr(moved), ours)
+    exchange = _exchange(nodes[0]) if nodes[0].target in _EXCHANGES else None
+    return Kernel(name, _size(flops), _size(moved), dtype, compat.size_expr(flops), compat.size_expr(moved), ours, exchange)
+
+
+def _exchange(node: fx.Node) -> Launch:
+    """What an embedding sends, if its batch names no row twice."""
+    _, indices, text, _ = node.args
+    assert isinstance(indices, fx.Node)
+    spec = decode(text)  # type: ignore[arg-type]
+    dtype = spec.compute_dtype if node.target is EMBED else spec.reduce_dtype
+    nbytes = min(_size(indices.meta["val"].numel()), spec.shape[0]) * spec.row_numel * dtype.itemsize
+    return Launch(f"rows of {spec.fqn}", "all_to_all", "packed", dtype_name(dtype), spec.group, spec.world, nbytes, (spec.fqn,))
 
 
 def _stays_inside(node: fx.Node, members: set[fx.Node]) -> bool:

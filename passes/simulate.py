@@ -24,6 +24,7 @@ WHY = {
     "tail": "a reduction after the last operation: nothing is left to hide it",
     "limit": "a limit on bytes in flight delayed the launch, or forced the wait",
     "lane": "the lane was still busy with earlier collectives",
+    "rows": "an embedding exchanges rows where it reads them: nothing runs meanwhile",
     "lead": "not enough compute between launch and wait",
 }
 
@@ -188,6 +189,11 @@ class _Lanes:
         self.exposed.append(Exposed(graph, work.direction, e.bucket, e.kind, seconds, why))
         self.now = flight.end
 
+    def exchange(self, e: Launch, work: Work, graph: int, kernels: int) -> None:
+        flight = self.launch(e, graph, kernels)
+        self.exposed.append(Exposed(graph, work.direction, e.bucket, e.kind, flight.end - self.now, "rows"))
+        self.now = flight.end
+
     def free(self, e: Free) -> None:
         self._alive(-e.nbytes)
 
@@ -205,6 +211,8 @@ class _Lanes:
         for e in work.events:
             if isinstance(e, Kernel):
                 self.compute(e, graph)
+                if e.exchange is not None:
+                    self.exchange(e.exchange, work, graph, kernels)
                 kernels += not e.ours
             elif isinstance(e, Launch):
                 flights[e.bucket] = self.launch(e, graph, kernels)
