@@ -7,13 +7,15 @@
 On a Dynamo graph, and only where that is all that reads the weight: one that is tied to an output layer is gathered as ever, and so is
 one whose gradient `no_sync` collects. Which embeddings, follows from the program and the plan, and from no size of a batch: ranks need
 not have equal ones.
+
+A table that is looked up twice in a graph is gathered, too. Each exchange brings a sum over the ranks, and a rank that looks a table up
+more often than another (a branch that its data takes) would add its second sum, or the same one twice, to what the other has not.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +35,15 @@ def rows(gm: fx.GraphModule, least: int, planned: Collection[str] = ()) -> tuple
     out = []
     for marker in [n for n in gm.graph.nodes if is_marker(n)]:
         spec = decode(marker.args[1])
-        lookups = {n: _lookup(n, marker) for n in marker.users}
-        if not lookups or None in lookups.values() or not _can(spec, least) or spec.fqn in planned:
+        found = _lookup(next(iter(marker.users)), marker, spec) if len(marker.users) == 1 else None
+        if found is None or not _can(spec, least) or spec.fqn in planned:
             continue
-        for n, found in lookups.items():
-            assert found is not None
-            with gm.graph.inserting_before(n):
-                new = gm.graph.call_function(EMBED, (marker.args[0], found["input"], marker.args[1], _padding(found, spec)))
-            new.meta.update(n.meta)
-            n.replace_all_uses_with(new)
-            gm.graph.erase_node(n)
+        (lookup,) = marker.users
+        with gm.graph.inserting_before(lookup):
+            new = gm.graph.call_function(EMBED, (marker.args[0], found[0], marker.args[1], found[1]))
+        new.meta.update(lookup.meta)
+        lookup.replace_all_uses_with(new)
+        gm.graph.erase_node(lookup)
         gm.graph.erase_node(marker)
         out.append(spec)
     if out:
@@ -60,19 +61,17 @@ def _can(spec: ParamSpec, least: int) -> bool:
     return a_table and spec.world > 1 and spec.gathered_bytes >= max(least, 1)
 
 
-def _lookup(node: fx.Node, weight: fx.Node) -> dict[str, Any] | None:
-    """The arguments of an ordinary embedding into ``weight``; None for anything else."""
+def _lookup(node: fx.Node, weight: fx.Node, spec: ParamSpec) -> tuple[fx.Node, int] | None:
+    """Indices and padding of an ordinary embedding into ``weight``; None for anything else."""
     if node.target is not F.embedding:
         return None
     given = inspect.signature(F.embedding).bind(*node.args, **node.kwargs)
     given.apply_defaults()
     found = given.arguments
     plain = found["max_norm"] is None and found["scale_grad_by_freq"] is False and found["sparse"] is False
-    padding = found["padding_idx"]
-    ours = found["weight"] is weight and found["input"] is not weight
-    return found if plain and ours and (padding is None or isinstance(padding, int)) else None
-
-
-def _padding(found: dict[str, Any], spec: ParamSpec) -> int:
-    padding = found["padding_idx"]
-    return -1 if padding is None else padding % spec.shape[0]
+    indices, padding = found["input"], found["padding_idx"]
+    if not plain or found["weight"] is not weight or not isinstance(indices, fx.Node) or indices is weight:
+        return None
+    if padding is None:
+        return indices, -1
+    return (indices, padding % spec.shape[0]) if isinstance(padding, int) else None

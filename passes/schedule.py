@@ -65,7 +65,6 @@ class _Gather:
     first: int  # compute position of the first real use
     ready: int = 0  # compute position before which its shards do not exist (0: they are inputs)
 
-
     @property
     def stays(self) -> int:
         """Bytes that the graph does not free."""

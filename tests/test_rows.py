@@ -37,17 +37,18 @@ class Tied(nn.Module):
 
 
 class Several(nn.Module):
-    """Two lookups in one table with padding, one in a table with fewer rows than ranks."""
+    """One lookup in a table with padding, one in a table with fewer rows than ranks, two in another one."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(13, 6, padding_idx=-2)
         self.kinds = nn.Embedding(3, 6)
+        self.twice = nn.Embedding(5, 6)
         self.out = nn.Linear(6, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.words((ids.int() + 1) % 13) + self.kinds(ids % 2)
+        x = self.words(ids.int()) + self.kinds(ids % 2) + self.twice(ids % 5) * self.twice((ids + 1) % 5)
         return self.out(torch.tanh(x))
 
 
@@ -59,11 +60,11 @@ def sent(model: nn.Module, **options: Any) -> set[str]:
 
 def test_the_table_is_neither_gathered_nor_reduced() -> None:
     report = explain(Several(), torch.zeros(2, 3, dtype=torch.int64), world_size=2, embedding_rows=True)
-    assert {p for b in report.buckets for p in b.parameters} == {"out.weight", "out.bias"}
+    assert {p for b in report.buckets for p in b.parameters} == {"out.weight", "out.bias", "twice.weight"}
     assert report.exchanged == {"words.weight", "kinds.weight"}
     assert "rows           of kinds.weight, words.weight: exchanged as the batch names them, not counted above" in str(report)
     ops = report.stage("joint", "rows").ops
-    assert (ops["fsdp_compile.embed_rows"], ops["fsdp_compile.unshard"]) == (3, 2)
+    assert (ops["fsdp_compile.embed_rows"], ops["fsdp_compile.unshard"]) == (2, 3)
     assert "words.weight" in report.graph("backward", "schedule")
 
 
@@ -96,15 +97,56 @@ def test_not_what_the_plan_names() -> None:
     assert {p for b in report.buckets for p in b.parameters} == {"0.weight", "1.weight", "1.bias"}
 
 
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.kinds, self.out = nn.Embedding(13, 6), nn.Embedding(3, 6), nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids) + self.kinds(ids % 2))
+
+
 def test_the_exchange_is_simulated() -> None:
-    """On two ranks half of what a batch names travels: 6 rows of 24 bytes in 72 seconds, twice; 3 rows of a table that has no more in 36.
-    The first waits behind the layer's gather or reduction, 84 seconds."""
+    """On two ranks half of what a batch names travels: 6 rows of 24 bytes in 72 seconds, 3 rows of a table that has no more in 36. The
+    first waits behind the layer's gather or reduction, 84 seconds."""
     machine = Machine("toy", Rates({"float32": 1e30}, 1e30), {"any": Link(0.0, 1.0)})
-    report = explain(Several(), torch.zeros(2, 3, dtype=torch.int64), world_size=2, embedding_rows=True)
+    report = explain(One(), torch.zeros(2, 3, dtype=torch.int64), world_size=2, embedding_rows=True)
     rows = [(e.direction, e.bucket, round(e.seconds)) for e in report.simulate(machine, "none").exposed if e.why == "rows"]
     words, kinds = "rows of words.weight", "rows of kinds.weight"
-    assert rows[:3] == [("forward", words, 84 + 72), ("forward", words, 72), ("forward", kinds, 36)]
-    assert rows[3:] == [("backward", kinds, 84 + 36), ("backward", words, 72), ("backward", words, 72)]
+    assert rows[:2] == [("forward", words, 84 + 72), ("forward", kinds, 36)]
+    assert rows[2:] == [("backward", kinds, 84 + 36), ("backward", words, 72)]
+
+
+class Sometimes(nn.Module):
+    """Some ranks look a table up once, others twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor, twice: bool) -> Tensor:
+        return self.emb(ids) + self.emb(ids) if twice else self.emb(ids)
+
+
+def once_and_twice(on: bool) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = fully_shard(Sometimes())
+    before = parity.full(model.emb.weight).clone()
+    fast = torch.compile(model, backend="fsdp", options={"lowering": "fx", "embedding_rows": on, "timeout_s": 30.0})
+    fast(torch.tensor([1, 6]), rank == 1).sum().backward()
+    assert model.emb.weight.grad is not None
+    want = torch.zeros_like(before)
+    want[[1, 6]] = 1.5  # the mean of one and two
+    torch.testing.assert_close(parity.full(model.emb.weight.grad), want)
+
+
+def test_ranks_that_look_up_differently_often(pool: Pool) -> None:
+    """Right where the table is gathered; refused, and never wrong, where some ranks exchange rows."""
+    pool.run(2, once_and_twice, False)
+    with pytest.raises(RankError, match="RankMismatch"):
+        pool.run(2, once_and_twice, True)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -231,7 +273,7 @@ def peer_dies_inside(lowering: str) -> str:
     raise AssertionError(test_bad_input.message(model, ids))
 
 
-@pytest.mark.parametrize("lowering", ["fx", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("lowering", ["fx", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.extra])])
 def test_a_peer_that_dies_is_told_by_the_table(lowering: str) -> None:
     text = test_bad_input.fails(peer_dies_inside, lowering)
     assert "forward graph 0: the exchange of rows of words.weight, kinds.weight failed (a peer has died or hangs)" in text, text
