@@ -30,7 +30,8 @@ class Guarded:
         self.backward = schedule.direction == "backward"
         self.title = f"{schedule.direction} graph {index}"
         # By group: one of its parameters, and what the graph will do there. The title has no part in what is compared.
-        sent = [(c.group, c.signature()) for c in schedule.collectives] + [(s.group, f"rows of {s.encode()}") for s in schedule.exchanged]
+        sent = [(c.group, c.signature()) for c in schedule.collectives]
+        sent += [(s.group, f"exchange of rows (option embedding_rows) of {s.encode()}") for s in schedule.exchanged]
         self.turns = {s.group: (s, tuple(line for group, line in sent if group == s.group)) for s in specs}
         self.entries = {name: tuple(e for e in schedule.entries if e.group == name) for name in self.turns}
         self.events = {name: (self.backward, fingerprint(lines)) for name, (_, lines) in self.turns.items()}

@@ -49,10 +49,10 @@ class Options:
                               where the backend's own sends more than it must; "own": so, and every collective on what suits
                               the measured link (gloo only); "auto": "own" on gloo, else "native"
       embedding_rows          embeddings exchange the rows that the batches name, at their use, instead of gathering the table and
-                              reducing a gradient of its size: fewer bytes, by far if a batch names few of many rows. True: all but
-                              those that the plan names, that a graph reads twice, or otherwise, too (tied ones); a number: of these,
-                              tables of at least so many bytes; None: of at least 1 MiB, on CPU ranks (elsewhere the host would have
-                              to wait for the device)
+                              reducing a gradient of its size: fewer bytes, by far if a batch names few of many rows. True: every
+                              trainable table that its graph reads by one ordinary lookup and nothing else, and that no plan names;
+                              a number: of these, tables of at least so many bytes; None: of at least 1 MiB, on CPU ranks (elsewhere
+                              the host would have to wait for the device)
 
     When it travels:
       prefetch                how many buckets ahead a gather is launched

@@ -72,7 +72,9 @@ def _embed_rows(shard: Tensor, indices: Tensor, text: str, padding: int) -> Tens
     mine = shard.view(spec.chunk_rows, -1).index_select(0, asked.wanted).to(spec.compute_dtype)
     got = mine.new_empty(len(asked.rows), spec.row_numel)
     _all_to_all(asked.group, got, mine, asked.ask, asked.give)
-    return got.index_select(0, asked.inverse).view(*indices.shape, spec.row_numel)
+    out = got.new_empty(*indices.shape, spec.row_numel)  # itself, not a view of it: a caller may write on the result
+    torch.index_select(got, 0, asked.inverse, out=out.view(-1, spec.row_numel))
+    return out
 
 
 def _embed_rows_grad(grad: Tensor, indices: Tensor, text: str, padding: int) -> Tensor:
@@ -86,10 +88,10 @@ def _embed_rows_grad(grad: Tensor, indices: Tensor, text: str, padding: int) -> 
         sums /= spec.world
     got = sums.new_empty(sum(asked.give), spec.row_numel)
     _all_to_all(asked.group, got, sums, asked.give, asked.ask)
-    out = sums.new_zeros(spec.chunk_rows, spec.row_numel)
+    out = sums.new_zeros(spec.shard_numel)
     for where, part in zip(asked.wanted.split(asked.give), got.split(asked.give)):  # by rank: one order of summation everywhere
-        out.index_add_(0, where, part)
-    return out.view(-1).to(spec.dtype)
+        out.view(spec.chunk_rows, -1).index_add_(0, where, part)
+    return out.to(spec.dtype)
 
 
 def _embed_rows_fake(shard: Tensor, indices: Tensor, text: str, padding: int) -> Tensor:
