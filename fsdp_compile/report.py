@@ -94,7 +94,7 @@ class Report:
     parameters, ``shard_bytes`` of one rank's share with its padding. ``limit_gathers``: option limit_all_gathers, or the plan's.
     ``prefetch``: direction → how many buckets ahead (one number for all, or one for each). ``kept``: FQNs of weights that stay gathered
     from forward to backward (`passes.keep`); ``exchanged``: of embeddings whose rows are exchanged at their use (`passes.rows`): how many
-    bytes that takes depends on the batch, and no figure here counts them."""
+    bytes that takes depends on the batch; of the figures here only `simulate` counts them."""
 
     model: str
     world_size: int
