@@ -67,9 +67,9 @@ def decide(
     may_keep: bool,
     usual: frozenset[str] = frozenset(),
 ) -> Decision:
-    """The fastest plan for these graphs, (direction, graph) each, forward first; they are rewritten on the way. ``plan``: transport and
-    lowering. ``may_keep``: whether weights may stay gathered from forward to backward; ``usual``: which do by default. Raises
-    ValueError, with the least possible, if no plan keeps within the budget."""
+    """The fastest plan for these graphs, (direction, graph) each, forward first, or the default one if none is clearly faster; they are
+    rewritten on the way. ``plan``: transport and lowering. ``may_keep``: whether weights may stay gathered from forward to backward;
+    ``usual``: which do by default. Raises ValueError, with the least possible, if no plan keeps within the budget."""
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
     for direction, graph in graphs:
@@ -89,7 +89,7 @@ def decide(
         )
     sets = keeps(works, usual) if may_keep else [frozenset[str]()]
     try:
-        best = choose(build, automatic.machine, budget, keep=sets)
+        best = choose(build, automatic.machine, budget, keep=sets, usual=(Options.bucket_bytes, Options.prefetch, usual))
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
         best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
     limit = budget if plan.bucket.mode == "coalesced" else None  # while a packed bucket is copied out it exists twice

@@ -20,6 +20,7 @@ PREFETCH = (0, 1, 2, 3)
 KEEP = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of all weights' bytes
 NOTHING: frozenset[str] = frozenset()
 WORTH = 0.005  # a plan that is slower by less than this share of the step, but needs less memory, is preferred
+SURE = 0.02  # share of the step by which a plan must be faster than the usual one: predictions err by more
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def choose(
     buckets: Sequence[int | None] = BUCKETS,
     prefetches: Sequence[int] = PREFETCH,
     keep: Sequence[frozenset[str]] = (NOTHING,),
+    usual: tuple[int | None, int, frozenset[str]] | None = None,
 ) -> dict[str, Any]:
     """The fastest plan whose gathered weights never take more than ``memory_budget`` bytes (None: any number), as a dict of
     `Choice`'s fields; those named like options can be given to the backend. ``keep``: sets of weights to try to keep (`keeps`), the
@@ -80,8 +82,9 @@ def choose(
 
     Buckets and prefetch are tried together with the first of ``keep``, then every ``keep`` with the best of them, then buckets and prefetch
     again with the best ``keep``: all combinations would take several times as long. Among plans within half a percent of the fastest,
-    the one with the smallest peak; then the one tried first: equal input gives an equal choice on every rank. Raises ValueError if no
-    plan fits the budget."""
+    the one with the smallest peak; then the one tried first: equal input gives an equal choice on every rank. ``usual``: bucket size,
+    prefetch and what is kept of a plan that is taken if it fits and none is faster by two percent. Raises ValueError if no plan fits the
+    budget."""
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(f"memory_budget must be positive, got {memory_budget}")
     found: dict[tuple[frozenset[str], int | None, int], Choice] = {}
@@ -110,7 +113,13 @@ def choose(
     for kept in keep[1:]:
         attempt(kept, best.bucket_bytes, best.prefetch)
     sweep(frozenset(_best(found.values()).keep))
-    return asdict(_best(found.values()))
+    best = _best(found.values())
+    if usual is not None:
+        bucket_bytes, prefetch, kept = usual
+        attempt(kept, bucket_bytes, prefetch)
+        same = found.get((kept, bucket_bytes, prefetch))
+        best = same if same is not None and same.seconds * (1 - SURE) <= best.seconds else best
+    return asdict(best)
 
 
 def _best(found: Collection[Choice]) -> Choice:

@@ -13,6 +13,7 @@ slow link    send and receive, all posted at once: they fill 90% of a link of 1 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 import weakref
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ _LIB.define("all_gather(Tensor x, int world, str group) -> Tensor")
 _LIB.define("all_gather_coalesced(Tensor[] xs, int world, str group) -> Tensor[]")
 _LIB.define("all_to_all(Tensor x, int world, str group) -> Tensor")
 
-SLOW = 250e6  # bytes/s (2 Gbit/s) below which send and receive win; between 1 and 4 Gbit/s, measured on two CPU ranks
-_PROBE = 1 << 20  # elements of the larger probe's message: 4 MB, 34 ms at 1 Gbit/s
+SLOW = 165e6  # bytes/s of gloo's all-to-all below which send and receive win: it reaches 62e6 at 1 Gbit/s, 120e6 at 2, 225e6 at 4
+_PROBE = 1 << 20  # elements of a probe's message: 4 MB, 68 ms at 1 Gbit/s
+_PROBES = 3
 _MOST_TAGS = 1 << 30
 
 
@@ -57,14 +59,16 @@ def lay(group: dist.ProcessGroup, second: dist.ProcessGroup) -> Wire:
 
 
 def _bytes_per_second(group: dist.ProcessGroup) -> float:
-    """What one rank sends in a second in an all-to-all of 4 MB to each peer; after a small one, which connects."""
-    world, took = group.size(), 0.0
-    for n in (1 << 10, _PROBE):
+    """What one rank sends in a second in an all-to-all of 4 MB to each peer: the median of three, after a small one, which connects, and
+    one that takes what a throttle lets through after a pause."""
+    world, took = group.size(), []
+    for n in (1 << 10, *[_PROBE] * (_PROBES + 1)):
         x = torch.zeros(world * n)
+        out = torch.empty_like(x)
         start = time.perf_counter()
-        group.alltoall_base(torch.empty_like(x), x, [], []).wait()
-        took = time.perf_counter() - start
-    return 4 * _PROBE * (world - 1) / took
+        group.alltoall_base(out, x, [], []).wait()
+        took.append(time.perf_counter() - start)
+    return 4 * _PROBE * (world - 1) / statistics.median(took[2:])
 
 
 def _wire(name: str) -> tuple[dist.ProcessGroup, Wire]:

@@ -13,7 +13,7 @@ from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.cost import Launch, Work, work_of
 from fsdp_compile.passes.machine import Link, Machine, Rates
 from fsdp_compile.passes.pipeline import Plan
-from fsdp_compile.passes.planner import NOTHING, choose, replanner
+from fsdp_compile.passes.planner import NOTHING, SURE, choose, replanner
 from fsdp_compile.passes.replan import BASE, base_of, replan
 from fsdp_compile.passes.schedule import SchedulePlan
 from fsdp_compile.passes.simulate import simulate
@@ -110,6 +110,19 @@ def test_latency_makes_larger_buckets_and_prefetch_worth_it() -> None:
     got = choose(replanner(both()), SLOW, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
     assert got["bucket_bytes"] > BYTES
     assert got["prefetch"] >= 1
+
+
+def test_the_usual_plan_unless_another_is_clearly_faster() -> None:
+    """A prediction errs by more than what it says is gained by hiding little."""
+    little = Machine("net", Rates({"float64": 144.0}, 1e9), {"any": Link(0.02, 1e6)})
+    usual = (0, 0, NOTHING)
+    best, taken = choose(replanner(both()), little), choose(replanner(both()), little, usual=usual)
+    assert (taken["bucket_bytes"], taken["prefetch"]) == (0, 0) != (best["bucket_bytes"], best["prefetch"])
+    assert best["seconds"] < taken["seconds"] < best["seconds"] / (1 - SURE)
+    assert choose(replanner(both()), SLOW, usual=usual) == choose(replanner(both()), SLOW), "here it is slower by far"
+    large = (100 * BYTES, 2, NOTHING)
+    assert choose(replanner(both()), little, usual=large)["bucket_bytes"] == large[0]
+    assert choose(replanner(both()), little, BYTES, usual=large)["peak_gathered_bytes"] == BYTES, "it does not fit the budget"
 
 
 def test_the_budget_is_kept_and_costs_time() -> None:

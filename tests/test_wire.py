@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import models
 import parity
 import pytest
@@ -66,3 +68,27 @@ def trains(slow: bool, lowering: str) -> None:
 @pytest.mark.parametrize("lowering", ["fx", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_training(pool, slow, lowering):
     pool.run(2, trains, slow, lowering)
+
+
+class Throttled:
+    """A group of two ranks whose all-to-alls take the given seconds."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+
+    def size(self) -> int:
+        return 2
+
+    def alltoall_base(self, *_: object) -> Throttled:
+        return self
+
+    def wait(self) -> None:
+        time.sleep(self.seconds.pop(0))
+
+
+def test_a_link_is_judged_by_neither_its_burst_nor_its_slowest_message() -> None:
+    """On a link of 4 Gbit/s one probe sometimes said less than 2: sends and receives then cost 40 ms of each step of 1,280."""
+    group = Throttled(0.0, 0.0, 0.2, 0.02, 0.02)
+    found = wire._bytes_per_second(group)  # type: ignore[arg-type]
+    assert not group.seconds
+    assert found == pytest.approx((4 << 20) / 0.02, rel=0.2) and found > wire.SLOW
