@@ -3,30 +3,25 @@
 ::
 
     joint graph ──► trial partition ──► finest buckets ──► works ──► choose (simulate some hundred plans) ──► Decision ──► the real passes
-                                                        machine: as calibrated, or measured now on all ranks
+                                                                       Machine (lead.py)
 
-Each rank decides for itself, from the same graph, the same machine (rank 0's) and the same rules, and so alike.
+On rank 0; the others hear of it (`lead`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.options import Options
 from fsdp_compile.passes.cost import Work, work_of
-from fsdp_compile.passes.machine import Machine, from_json
-from fsdp_compile.passes.pipeline import Plan, run_passes
+from fsdp_compile.passes.machine import Machine
+from fsdp_compile.passes.pipeline import Decision, Plan, run_passes
 from fsdp_compile.passes.planner import choose, keeps, replanner
 from fsdp_compile.passes.replan import BASE
 from fsdp_compile.passes.simulate import simulate
-
-QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20}  # of a calibration that nobody asked for: a few seconds
 
 
 @dataclass(frozen=True)
@@ -41,22 +36,6 @@ class Automatic:
     def __post_init__(self) -> None:
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be positive, got {self.memory_budget}")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided; `applied` to a plan. ``left``: bytes of the budget that it does not need."""
-
-    bucket_bytes: int | None
-    prefetch: int
-    keep: frozenset[str]
-    limit: int | None
-    left: int
-
-    def applied(self, plan: Plan) -> Plan:
-        """``plan`` with what was decided in place of what it says of buckets, prefetch and limits."""
-        bucket = replace(plan.bucket, bucket_bytes=self.bucket_bytes, limit=self.limit)
-        return replace(plan, bucket=bucket, schedule=replace(plan.schedule, prefetch=self.prefetch, limit_gathers=self.limit))
 
 
 def decide(
@@ -94,47 +73,3 @@ def decide(
         best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
     limit = budget if plan.bucket.mode == "coalesced" else None  # while a packed bucket is copied out it exists twice
     return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit, budget - best["peak_gathered_bytes"])
-
-
-_machines: weakref.WeakKeyDictionary[dist.ProcessGroup, Machine] = weakref.WeakKeyDictionary()
-
-
-def machine_of(group: dist.ProcessGroup, device: str) -> Machine:
-    """The machine that ``group``'s ranks are, on "cpu" or "cuda": as rank 0 calibrated it, or measured now. All ranks must call this; asked
-    again, it answers without them."""
-    if group not in _machines:
-        _machines[group] = _found(group, device)
-    return _machines[group]
-
-
-def _found(group: dist.ProcessGroup, device: str) -> Machine:
-    from fsdp_compile import calibrate
-
-    text = ""
-    if group.rank() == 0:
-        try:
-            text = calibrate.load_machine(group.size(), device, "gloo" if device == "cpu" else "nccl").to_json()
-        except (FileNotFoundError, ValueError):
-            text = ""
-    text = _from_zero(group, text)
-    if not text:
-        text = _from_zero(group, _measured(group, device).to_json())
-    return from_json(text)
-
-
-def _from_zero(group: dist.ProcessGroup, text: str) -> str:
-    held = [text]
-    dist.broadcast_object_list(held, dist.get_global_rank(group, 0), group=group)
-    return held[0]
-
-
-def _measured(group: dist.ProcessGroup, device: str) -> Machine:
-    from rich.progress import Progress
-
-    from fsdp_compile import calibrate
-    from fsdp_compile.calibrate_worker import Calibration
-
-    config = calibrate.CalibrateConfig(group.size(), device, torch.get_num_threads(), **QUICK)  # type: ignore[arg-type]
-    own = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    with torch.no_grad():
-        return calibrate.machine_of(config, *Calibration(config, own, group, Progress(disable=True), group).run())

@@ -261,11 +261,15 @@ def plain_attributes() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def outside_fake_mode() -> Any:
-    """Context: real tensors, whatever fake mode a tracer has active on this thread."""
+@contextlib.contextmanager
+def outside_fake_mode() -> Iterator[None]:
+    """Context: real tensors, whatever fake mode a tracer has active on this thread, and operators called as ever. AOTAutograd has all
+    of them called through Python, also those that wait: they would hold Python's lock, which gloo's thread needs."""
+    from torch._dispatch.python import no_python_dispatcher
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    return unset_fake_temporarily()
+    with unset_fake_temporarily(), no_python_dispatcher():
+        yield
 
 
 def is_optimized(module: nn.Module) -> bool:

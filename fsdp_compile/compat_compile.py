@@ -14,8 +14,8 @@ import torch
 # which attach(payload, function) makes what belongs around the function compiled from that graph.
 Transform = Callable[[torch.fx.GraphModule, bool], Any]
 Attach = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
-# try_out(joint, forward, backward) sees a trial partition of the joint graph, and may tag the joint graph for the real one.
-TryOut = Callable[[torch.fx.GraphModule, torch.fx.GraphModule, torch.fx.GraphModule], None]
+# try_out(joint, trial) may tag the joint graph for its partition, after a trial() → forward, backward or without.
+TryOut = Callable[[torch.fx.GraphModule, Callable[[], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]], None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,13 @@ def compile_inductor(
     }
     with compat_cache.bundled(settings.cached and settings.lower), compat_cache.attaching(attach):
         return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type,return-value]
+
+
+def cache_miss() -> Exception:
+    """What ``attach`` raises for a payload from AOTAutograd's cache that is of no use: the graph is compiled anew."""
+    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
+
+    return FXGraphCacheMiss()
 
 
 @functools.cache
@@ -145,7 +152,10 @@ def compile_fx_graphs(
 def _partition(try_out: TryOut | None, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    def trial() -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        again = torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        return min_cut_rematerialization_partition(again, joint_inputs, **kwargs)
+
     if try_out is not None:
-        trial = torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
-        try_out(joint, *min_cut_rematerialization_partition(trial, joint_inputs, **kwargs))
+        try_out(joint, trial)
     return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

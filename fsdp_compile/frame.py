@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,15 +17,18 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile import compat, compat_compile, passes, runtime
-from fsdp_compile.autoplan import Automatic, Decision, decide, machine_of
+from fsdp_compile.autoplan import Automatic, decide
 from fsdp_compile.guarded import Guarded, group_of
-from fsdp_compile.options import ROWS_FROM, Options
+from fsdp_compile.lead import Lead, lead_of
+from fsdp_compile.options import AUTO, ROWS_FROM, Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
-from fsdp_compile.passes.pipeline import Observer, Scheduled, run_passes
+from fsdp_compile.passes.machine import Machine
+from fsdp_compile.passes.pipeline import Decision, Observer, Plan, Scheduled, op_name, run_passes
 from fsdp_compile.passes.rows import rows
 from fsdp_compile.passes.written import Written
 from fsdp_compile.runtime import hold
+from fsdp_compile.runtime.agree import digest
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.spec import ParamSpec
 
@@ -42,7 +46,8 @@ class Frame:
     escaping: frozenset[str] | None = None  # whose whole value may leave the graph; None: no joint graph was seen (inference)
     written: Written = field(default_factory=Written)  # option plan
     kept: frozenset[str] = frozenset()  # carried from forward to backward
-    automatic: Automatic | None = None  # option plan="auto"
+    lead: Lead | None = None  # with option plan="auto": who decides
+    held: int = 0  # bytes of gathered weights that no_sync(keep_bytes=...) holds
     decision: Decision | None = None  # what came of it
     ends_early: bool = False  # at a graph break: what it uses last is not what backward uses first
     schedules: list[Scheduled] = field(default_factory=list)
@@ -64,44 +69,78 @@ class Frame:
             self.observe("rows", gm.graph, "joint")
         plan = self.options.passes_plan(self.module_path, on_gloo)
         plan = replace(plan, lift=self.options.early_gathers and _on_cpu_ranks(specs, inputs))
-        self.automatic = _automatic(self.options, specs, inputs)
+        self._find_lead(specs, inputs)
+        topic = _topic(gm, plan, self)
+
+        def decided(graphs: Callable[[], list[tuple[str, fx.Graph]]], escaping: frozenset[str], usual: frozenset[str] | None) -> Decision:
+            def run(machine: Machine) -> Decision:
+                keeps = usual is not None and not self.ends_early and not any(s.reshard for s in specs)
+                automatic = Automatic(machine, self._budget(), self.held)
+                return decide(graphs(), plan, automatic, escaping, keeps, usual or frozenset())
+
+            assert self.lead is not None
+            return self.lead.decision(topic, run)
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Scheduled:
             direction = "backward" if is_backward else "forward"
             markers.erase_identities(graph_module.graph)  # inference: there was no joint graph
             observer: Observer = lambda stage, g: self.observe(stage, g, direction)  # noqa: E731
             escaping = self._may_escape(graph_module)
-            if self.automatic and self.decision is None:  # inference again
-                self.decision = decide([(direction, copy.deepcopy(graph_module.graph))], plan, self.automatic, escaping, False)
+            if self.lead and self.decision is None:  # inference again
+                self.decision = decided(lambda: [(direction, copy.deepcopy(graph_module.graph))], escaping, None)
             mine = self.decision.applied(plan) if self.decision else written.applied(plan, direction)
             done = run_passes(graph_module.graph, direction, mine, escaping, observer)
             graph_module.recompile()
             budget = self.options.memory_budget
-            if budget is not None and self.automatic and self.decision and not self.automatic.held:
-                done = replace(done, room=(budget, self.decision.left))
-            return done
+            room = (budget, self.decision.left) if budget is not None and self.decision and not self.held else None
+            return replace(done, decision=self.decision, room=room)
 
-        def try_out(joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-            assert self.automatic is not None
-            graphs = [("forward", forward.graph), ("backward", backward.graph)]
-            usual = frozenset() if self.ends_early else kept(joint.graph, None)
-            self.decision = decide(graphs, plan, self.automatic, self._may_escape(forward), not self.ends_early, usual)
+        def try_out(joint: fx.GraphModule, trial: Callable[[], tuple[fx.GraphModule, fx.GraphModule]]) -> None:
+            if self.decision is None:
+                graphs = lambda: list(zip(("forward", "backward"), (g.graph for g in trial())))  # noqa: E731
+                usual = frozenset() if self.ends_early else kept(joint.graph, None)
+                self.decision = decided(graphs, self._may_escape(joint), usual)
             self._keep(joint.graph, self.decision.keep)
 
         def attach(done: Scheduled, fn: Callable[..., Any]) -> Callable[..., Any]:
+            if self.lead and self.decision is None and done.decision is not None:  # from AOTAutograd's cache
+                self.decision = self.lead.cached(topic, done.decision)
+            if done.decision != self.decision:  # what rank 0 decided when this was compiled
+                raise compat_compile.cache_miss()
             self.schedules.append(done)
             return Guarded(self.index, done, self.options.timeout_s, plan.lift, fn).wrapped()
 
         if self.options.lowering == "fx":
-            return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.automatic else None)
+            return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.lead else None)
         alone = all(s.world == 1 for s in specs)  # no schedule that Inductor's own order could undo
+        machine = (self.lead.calibration or "measured", self._budget()) if self.lead else None
         settings = compat_compile.Settings(
             {**({"reorder_for_peak_memory": True} if alone else {}), **self.options.inductor},
-            f"{sources_digest()} {plan} {written} {self.automatic} {self.options.kept_bytes} {self.ends_early}" if self.cached else "",
+            f"{sources_digest()} {plan} {written} {machine} {self.options.kept_bytes} {self.ends_early}" if self.cached else "",
             self.cached,
             self.lower,
         )
-        return compat_compile.compile_inductor(gm, inputs, transform, attach, self._joint, settings, try_out if self.automatic else None)
+        return compat_compile.compile_inductor(gm, inputs, transform, attach, self._joint, settings, try_out if self.lead else None)
+
+    def _find_lead(self, specs: list[ParamSpec], inputs: Sequence[Any]) -> None:
+        """Whether the plan is decided now: wished, or else possible and this machine calibrated. Raises ValueError if
+        no_sync(keep_bytes=...) has taken the budget already."""
+        group = _group_over(specs) if self.options.automatic or self.options.may_plan else None
+        if group is None or group.size() == 1 or not self.lower:
+            return
+        device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+        lead = lead_of(group, device, self.options.timeout_s)
+        if self.options.automatic or lead.calibration:
+            self.options = replace(self.options, plan=AUTO)
+            self.lead, self.held = lead, hold.held_bytes(group) if self.options.memory_budget is not None else 0
+            self._budget()
+
+    def _budget(self) -> int | None:
+        """What is left of option memory_budget. Raises ValueError if nothing is."""
+        budget = self.options.memory_budget
+        if budget is not None and self.held >= budget:
+            raise ValueError(f"option memory_budget: no_sync(keep_bytes=...) holds {self.held} bytes of weights already, of {budget}")
+        return None if budget is None else budget - self.held
 
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
@@ -122,20 +161,16 @@ class Frame:
         return wished | (markers.escaping(gm.graph) if self.escaping is None else self.escaping)
 
 
-def _automatic(options: Options, specs: list[ParamSpec], inputs: Sequence[Any]) -> Automatic | None:
-    """What option ``plan="auto"`` decides by; None without that option, or where nothing communicates."""
-    group = _group_over(specs) if options.automatic else None
-    if group is None or group.size() == 1:
-        return None
-    device = next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
-    with compat.outside_fake_mode():
-        machine = machine_of(group, device)
-    if options.memory_budget is None:
-        return Automatic(machine)
-    held = hold.held_bytes(group)
-    if held >= options.memory_budget:
-        raise ValueError(f"option memory_budget: no_sync(keep_bytes=...) holds {held} bytes of weights already, of {options.memory_budget}")
-    return Automatic(machine, options.memory_budget - held, held)
+def _topic(gm: fx.GraphModule, plan: Plan, frame: Frame) -> str:
+    """A digest of what a Dynamo graph reads, in order, and what it reads it for. Activations' sizes have no part in it: they may differ
+    between ranks, and from one compilation to the next."""
+    reads = [
+        (n.args[1], n.args[0].meta["example_value"].requires_grad, [op_name(u) for u in n.users])
+        for n in gm.graph.nodes
+        if markers.is_marker(n)
+    ]
+    asked = repr((reads, plan, frame.options.memory_budget, frame.ends_early, torch.is_grad_enabled()))
+    return digest([re.sub(r" at 0x[0-9a-f]+", "", asked)])  # an unnamed callable says where it lies
 
 
 def _on_cpu_ranks(specs: list[ParamSpec], inputs: Sequence[Any]) -> bool:

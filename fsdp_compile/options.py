@@ -27,7 +27,7 @@ PACKED_LIMIT = (
     "collective='coalesced'"
 )
 WHOLE_NUMBERS = ("bucket_bytes", "min_num_params", "prefetch", "limit_all_gathers", "limit_reduce_scatters", "keep_bytes")
-AUTO = "auto"
+AUTO, FIXED = "auto", "fixed"
 ROWS_FROM = 1 << 20  # bytes of a table: three small messages take about as long as gathering that many
 ON_GLOO = {"transport": "own", "embedding_rows": ROWS_FROM}  # what "auto" and None stand for on CPU ranks with gloo
 DECIDED = (*WHOLE_NUMBERS, "bucket_modules")  # by a planner
@@ -127,7 +127,7 @@ class Options:
             raise TypeError(f"option plan must be a dict or the name of a JSON file, got {self.plan!r}")
         if self.memory_budget is not None and self.plan is None:
             object.__setattr__(self, "plan", AUTO)
-        object.__setattr__(self, "_written", read(self.plan) if self.plan is not None and not self.automatic else Written())
+        object.__setattr__(self, "_written", Written() if self.plan in (None, AUTO, FIXED) else read(self.plan))
         self._refuse_twice(self._written)  # type: ignore[attr-defined]
 
     @property
@@ -136,10 +136,16 @@ class Options:
         return self.plan == AUTO
 
     @property
+    def may_plan(self) -> bool:
+        """Whether nothing that a planner decides is said, so that it may decide where the machine is calibrated."""
+        scheduling = (*DECIDED, "plan", "reshard_after_forward", "collective", "early_gathers")
+        return all(getattr(self, name) == getattr(Options, name) for name in scheduling)
+
+    @property
     def kept_bytes(self) -> int | None:
         """``keep_bytes`` for `keep.kept`; None: one rank's shards. Not so where something else decides, and not with packed buckets,
         which what is kept cannot share with what is freed."""
-        decided = self.reshard_after_forward or self.plan is not None or self.limit_all_gathers is not None
+        decided = self.reshard_after_forward or self.plan not in (None, FIXED) or self.limit_all_gathers is not None
         if self.keep_bytes is None and (decided or self.collective == "packed"):
             return 0
         return self.keep_bytes

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import fx
@@ -50,6 +50,23 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """What a planner has decided for a step; `applied` to a plan. ``keep``: FQNs of the weights that stay gathered from forward to
+    backward. ``limit``: most bytes of gathered weights alive at once. ``left``: bytes of the budget that it does not need."""
+
+    bucket_bytes: int | None
+    prefetch: int
+    keep: frozenset[str]
+    limit: int | None
+    left: int
+
+    def applied(self, plan: Plan) -> Plan:
+        """``plan`` with what was decided in place of what it says of buckets, prefetch and limits."""
+        bucket = replace(plan.bucket, bucket_bytes=self.bucket_bytes, limit=self.limit)
+        return replace(plan, bucket=bucket, schedule=replace(plan.schedule, prefetch=self.prefetch, limit_gathers=self.limit))
+
+
+@dataclass(frozen=True)
 class Collective:
     """One row of the bucket table."""
 
@@ -72,7 +89,7 @@ class Collective:
 class Scheduled:
     """Result of `run_passes`: the collectives in launch order, what was gathered and reduced, the predicted peak, and the gathers that
     may start before the graph. ``room``: a memory budget and what the plan leaves of it, if one was given. ``exchanged``: the embeddings
-    whose rows it exchanges."""
+    whose rows it exchanges. ``decision``: what its plan was decided to be, if a planner has decided."""
 
     direction: str
     collectives: tuple[Collective, ...]
@@ -82,6 +99,7 @@ class Scheduled:
     entries: tuple[Entry, ...] = ()
     room: tuple[int, int] | None = None
     exchanged: tuple[ParamSpec, ...] = ()
+    decision: Decision | None = None
 
 
 def run_passes(

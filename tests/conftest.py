@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["FSDP_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")  # no calibration of this machine: plans stay as they are
 
 from pool import Pool
 
