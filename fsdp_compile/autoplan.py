@@ -49,6 +49,8 @@ def decide(
     """The fastest plan for these graphs, (direction, graph) each, forward first, or the default one if none is clearly faster; they are
     rewritten on the way. ``plan``: transport and lowering. ``may_keep``: whether weights may stay gathered from forward to backward;
     ``usual``: which do by default. Raises ValueError, with the least possible, if no plan keeps within the budget."""
+    usual = usual if may_keep else frozenset()
+    standard = (Options.bucket_bytes, Options.prefetch, usual)
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
     for direction, graph in graphs:
@@ -59,7 +61,7 @@ def decide(
     build = replanner(works, plan.bucket.mode, plan.transport != "native")
     budget, least = automatic.memory_budget, simulate(works, automatic.machine).peak_gathered_bytes
     if budget is None:
-        default = build(Options.bucket_bytes, Options.prefetch, None, usual)
+        default = build(standard[0], standard[1], None, usual)
         budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
     if least > budget:
         beside = f", beside {automatic.held} that no_sync(keep_bytes=...) holds" if automatic.held else ""
@@ -68,8 +70,12 @@ def decide(
         )
     sets = keeps(works, usual) if may_keep else [frozenset[str]()]
     try:
-        best = choose(build, automatic.machine, budget, keep=sets, usual=(Options.bucket_bytes, Options.prefetch, usual))
+        best = choose(build, automatic.machine, budget, keep=sets, usual=standard)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
         best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
-    limit = budget if plan.bucket.mode == "coalesced" else None  # while a packed bucket is copied out it exists twice
+    limit: int | None = budget
+    if plan.bucket.mode == "packed":  # while a bucket is copied out it exists twice
+        limit = None
+    if automatic.memory_budget is None and (best["bucket_bytes"], best["prefetch"], frozenset(best["keep"])) == standard:
+        limit = None  # as without a plan: graphs that read alike may be cut otherwise and need more
     return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit, budget - best["peak_gathered_bytes"])

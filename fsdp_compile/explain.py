@@ -55,7 +55,8 @@ def explain(
 
     The model runs once, on copies of ``inputs`` and of its buffers; it is not changed, nothing communicates. A model on the meta
     device may be of any size (tensors among the inputs are moved to meta). A model that `fully_shard` has sharded is explained for
-    its own group. Under ``torch.no_grad()`` the report holds inference graphs, else forward and backward.
+    its own group. Under ``torch.no_grad()`` the report holds inference graphs, else forward and backward. Where the machine is
+    calibrated the backend may plan by itself: what is shown is ``plan="fixed"`` (`fsdp_compile.make_plan` shows the other).
 
     Raises ValueError and TypeError as `fully_shard` and the backend do for bad options or parameters, RuntimeError if Dynamo
     compiled nothing."""

@@ -24,7 +24,7 @@ from fsdp_compile.options import AUTO, ROWS_FROM, Options
 from fsdp_compile.passes import markers
 from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.machine import Machine
-from fsdp_compile.passes.pipeline import Decision, Observer, Plan, Scheduled, op_name, run_passes
+from fsdp_compile.passes.pipeline import Decision, Observer, Plan, Scheduled, run_passes
 from fsdp_compile.passes.rows import rows
 from fsdp_compile.passes.written import Written
 from fsdp_compile.runtime import hold
@@ -162,13 +162,9 @@ class Frame:
 
 
 def _topic(gm: fx.GraphModule, plan: Plan, frame: Frame) -> str:
-    """A digest of what a Dynamo graph reads, in order, and what it reads it for. Activations' sizes have no part in it: they may differ
+    """A digest of what a Dynamo graph reads, in order. What it computes, and on tensors of what sizes, has no part in it: that may differ
     between ranks, and from one compilation to the next."""
-    reads = [
-        (n.args[1], n.args[0].meta["example_value"].requires_grad, [op_name(u) for u in n.users])
-        for n in gm.graph.nodes
-        if markers.is_marker(n)
-    ]
+    reads = [(n.args[1], n.args[0].meta["example_value"].requires_grad) for n in gm.graph.nodes if markers.is_marker(n)]
     asked = repr((reads, plan, frame.options.memory_budget, frame.ends_early, torch.is_grad_enabled()))
     return digest([re.sub(r" at 0x[0-9a-f]+", "", asked)])  # an unnamed callable says where it lies
 

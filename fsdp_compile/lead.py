@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from fsdp_compile import compat
 from fsdp_compile.passes.machine import Machine, from_json
 from fsdp_compile.passes.pipeline import Decision
 from fsdp_compile.runtime.agree import RankMismatch, agree
+from fsdp_compile.text import human_bytes
 
+log = logging.getLogger("fsdp_compile.passes")
 QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20}  # of a calibration that nobody asked for: a few seconds
 
 
@@ -67,6 +70,8 @@ class Lead:
             self._refused[topic] += 1
             raise
         self._decisions[topic] = found
+        size = "the default size" if found.bucket_bytes is None else human_bytes(found.bucket_bytes)
+        log.info("planned, on rank 0: buckets of %s, prefetch %d, %d weights kept", size, found.prefetch, len(found.keep))
         return found
 
     def _lead(self, key: str, decide: Callable[[], Decision], measures: bool) -> Decision:

@@ -66,8 +66,10 @@ class Options:
                               between; what was started before a shard was written is dropped. On CPU ranks
 
       plan                    all this written down, for single parameters: a dict or a JSON file (`fsdp_compile.passes.written`),
-                              as `explain(...).plan` has it; or "auto": decided by simulating the step on this machine, as
-                              `fsdp-compile calibrate` has measured it (measured in a few seconds, if not)
+                              as `explain(...).plan` has it; "auto": decided on rank 0, by simulating the step on this machine, as
+                              `fsdp-compile calibrate` has measured it (measured in some seconds, if not); "fixed": by the options
+                              above. None: "auto" where the machine is calibrated and, under the last two headings,
+                              nothing is given but transport and embedding_rows; else "fixed"
       memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once; None: what the default
                               options take
 

@@ -74,7 +74,7 @@ def lengths(folder: str, plan: list[list[int]], options: dict[str, Any]) -> tupl
     return seen.decided, seen.decisions, len(seen.frames)
 
 
-@pytest.mark.parametrize("options", [{"plan": "auto"}, {"memory_budget": 40_000}, {}], ids=["auto", "budget", "default"])
+@pytest.mark.parametrize("options", [{"memory_budget": 40_000}, {}], ids=["budget", "default"])
 def test_ranks_with_batches_of_other_sizes_follow_rank_0(pool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Each for itself would decide otherwise here: ten of twelve such runs failed when each did."""
     zero, one = pool.run(2, lengths, str(tmp_path), [[1, 8, 8], [16, 16, 13]], options)
