@@ -43,14 +43,13 @@ def decide(
     plan: Plan,
     automatic: Automatic,
     escaping: frozenset[str],
-    may_keep: bool,
-    usual: frozenset[str] = frozenset(),
+    usual: frozenset[str] | None = None,
 ) -> Decision:
     """The fastest plan for these graphs, (direction, graph) each, forward first, or the default one if none is clearly faster; they are
-    rewritten on the way. ``plan``: transport and lowering. ``may_keep``: whether weights may stay gathered from forward to backward;
-    ``usual``: which do by default. Raises ValueError, with the least possible, if no plan keeps within the budget."""
-    usual = usual if may_keep else frozenset()
-    standard = (Options.bucket_bytes, Options.prefetch, usual)
+    rewritten on the way. ``plan``: transport and lowering. ``usual``: which weights stay gathered from forward to backward by default, if
+    that is to be decided, too (None: what these graphs carry, they carry). Raises ValueError, with the least possible, if no plan keeps
+    within the budget."""
+    standard = (Options.bucket_bytes, Options.prefetch, usual or frozenset())
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
     for direction, graph in graphs:
@@ -61,14 +60,14 @@ def decide(
     build = replanner(works, plan.bucket.mode, plan.transport != "native")
     budget, least = automatic.memory_budget, simulate(works, automatic.machine).peak_gathered_bytes
     if budget is None:
-        default = build(standard[0], standard[1], None, usual)
+        default = build(standard[0], standard[1], None, standard[2])
         budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
     if least > budget:
         beside = f", beside {automatic.held} that no_sync(keep_bytes=...) holds" if automatic.held else ""
         raise ValueError(
             f"option memory_budget: no plan keeps gathered weights within {budget} bytes here{beside}; the least possible is {least}"
         )
-    sets = keeps(works, usual) if may_keep else [frozenset[str]()]
+    sets = [frozenset[str]()] if usual is None else keeps(works, usual)
     try:
         best = choose(build, automatic.machine, budget, keep=sets, usual=standard)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ import torch
 # which attach(payload, function) makes what belongs around the function compiled from that graph.
 Transform = Callable[[torch.fx.GraphModule, bool], Any]
 Attach = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
-# try_out(joint, trial) may tag the joint graph for its partition, after a trial() → forward, backward or without.
-TryOut = Callable[[torch.fx.GraphModule, Callable[[], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]], None]
+# divide(joint, cut) partitions the joint graph by cut(joint) → forward, backward, after tagging it, or trying out on a copy.
+Cut = Callable[[torch.fx.GraphModule], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+Divide = Callable[[torch.fx.GraphModule, Cut], tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def compile_inductor(
     attach: Attach,
     joint_pass: Callable[[torch.fx.Graph], None],
     settings: Settings,
-    try_out: TryOut | None = None,
+    divide: Divide | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph through AOTAutograd and Inductor.
 
@@ -71,7 +71,7 @@ def compile_inductor(
         "reorder_for_compute_comm_overlap": False,
         **settings.config,
         "joint_custom_pre_pass": _JointPass(),
-        **({"custom_partitioner_fn": compat_cache.Partitioner(functools.partial(_partition, try_out))} if try_out else {}),
+        **({"custom_partitioner_fn": compat_cache.Partitioner(functools.partial(_partition, divide))} if divide else {}),
     }
     with compat_cache.bundled(settings.cached and settings.lower), compat_cache.attaching(attach):
         return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type,return-value]
@@ -122,7 +122,7 @@ def compile_fx_graphs(
     transform: Transform,
     attach: Attach,
     joint_pass: Callable[[torch.fx.Graph], None],
-    try_out: TryOut | None = None,
+    divide: Divide | None = None,
 ) -> Callable[..., Any]:
     """Like `compile_inductor`, but run the transformed graphs as they stand, with eager's own kernels and no decomposition."""
     from torch._dynamo.backends.common import aot_autograd
@@ -130,7 +130,7 @@ def compile_fx_graphs(
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         joint_pass(joint.graph)
         joint.recompile()
-        return _partition(try_out, joint, joint_inputs, **kwargs)
+        return _partition(divide, joint, joint_inputs, **kwargs)
 
     def compiler(is_backward: bool) -> Callable[..., Any]:
         def run(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -149,13 +149,8 @@ def compile_fx_graphs(
         )(gm, list(inputs))
 
 
-def _partition(try_out: TryOut | None, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+def _partition(divide: Divide | None, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def trial() -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        again = torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
-        return min_cut_rematerialization_partition(again, joint_inputs, **kwargs)
-
-    if try_out is not None:
-        try_out(joint, trial)
-    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    cut: Cut = lambda graph: min_cut_rematerialization_partition(graph, joint_inputs, **kwargs)  # noqa: E731
+    return cut(joint) if divide is None else divide(joint, cut)

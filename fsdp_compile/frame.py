@@ -32,6 +32,8 @@ from fsdp_compile.runtime.agree import digest
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.spec import ParamSpec
 
+DIRECTIONS = ("forward", "backward")
+
 
 @dataclass
 class Frame:
@@ -74,9 +76,9 @@ class Frame:
 
         def decided(graphs: Callable[[], list[tuple[str, fx.Graph]]], escaping: frozenset[str], usual: frozenset[str] | None) -> Decision:
             def run(machine: Machine) -> Decision:
-                keeps = usual is not None and not self.ends_early and not any(s.reshard for s in specs)
                 automatic = Automatic(machine, self._budget(), self.held)
-                return decide(graphs(), plan, automatic, escaping, keeps, usual or frozenset())
+                found = decide(graphs(), plan, automatic, escaping, usual)
+                return found if usual is not None else replace(found, keep=self.kept)
 
             assert self.lead is not None
             return self.lead.decision(topic, run)
@@ -95,12 +97,20 @@ class Frame:
             room = (budget, self.decision.left) if budget is not None and self.decision and not self.held else None
             return replace(done, decision=self.decision, room=room)
 
-        def try_out(joint: fx.GraphModule, trial: Callable[[], tuple[fx.GraphModule, fx.GraphModule]]) -> None:
+        def divide(joint: fx.GraphModule, cut: compat_compile.Cut) -> tuple[fx.GraphModule, fx.GraphModule]:
+            if self.options.memory_budget is None:  # weights are kept by rule
+                parts = cut(joint)
+                if self.decision is None:
+                    graphs = lambda: [(d, copy.deepcopy(g.graph)) for d, g in zip(DIRECTIONS, parts)]  # noqa: E731
+                    self.decision = decided(graphs, self._may_escape(joint), None)
+                return parts
             if self.decision is None:
-                graphs = lambda: list(zip(("forward", "backward"), (g.graph for g in trial())))  # noqa: E731
-                usual = frozenset() if self.ends_early else kept(joint.graph, None)
-                self.decision = decided(graphs, self._may_escape(joint), usual)
+                again = lambda: cut(fx.GraphModule(joint, copy.deepcopy(joint.graph)))  # noqa: E731
+                may_keep = not self.ends_early and not any(s.reshard for s in specs)
+                usual = kept(joint.graph, None) if may_keep else None
+                self.decision = decided(lambda: [(d, g.graph) for d, g in zip(DIRECTIONS, again())], self._may_escape(joint), usual)
             self._keep(joint.graph, self.decision.keep)
+            return cut(joint)
 
         def attach(done: Scheduled, fn: Callable[..., Any]) -> Callable[..., Any]:
             if self.lead and self.decision is None and done.decision is not None:  # from AOTAutograd's cache
@@ -111,7 +121,7 @@ class Frame:
             return Guarded(self.index, done, self.options.timeout_s, plan.lift, fn).wrapped()
 
         if self.options.lowering == "fx":
-            return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, try_out if self.lead else None)
+            return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, divide if self.lead else None)
         alone = all(s.world == 1 for s in specs)  # no schedule that Inductor's own order could undo
         machine = (self.lead.calibration or "measured", self._budget()) if self.lead else None
         settings = compat_compile.Settings(
@@ -120,7 +130,7 @@ class Frame:
             self.cached,
             self.lower,
         )
-        return compat_compile.compile_inductor(gm, inputs, transform, attach, self._joint, settings, try_out if self.lead else None)
+        return compat_compile.compile_inductor(gm, inputs, transform, attach, self._joint, settings, divide if self.lead else None)
 
     def _find_lead(self, specs: list[ParamSpec], inputs: Sequence[Any]) -> None:
         """Whether the plan is decided now: wished, or else possible and this machine calibrated. Raises ValueError if

@@ -147,7 +147,8 @@ class Options:
     def kept_bytes(self) -> int | None:
         """``keep_bytes`` for `keep.kept`; None: one rank's shards. Not so where something else decides, and not with packed buckets,
         which what is kept cannot share with what is freed."""
-        decided = self.reshard_after_forward or self.plan not in (None, FIXED) or self.limit_all_gathers is not None
+        by_rule = self.plan in (None, FIXED) or (self.automatic and self.memory_budget is None)
+        decided = self.reshard_after_forward or not by_rule or self.limit_all_gathers is not None
         if self.keep_bytes is None and (decided or self.collective == "packed"):
             return 0
         return self.keep_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ SLOWER = Machine("slow net", Rates({"float64": 144.0}, 1e9), {"any": Link(1.0, 1
 WIDTH = 288  # bytes of each of the chain's weights
 
 
-def decided(budget: int | None, may_keep: bool = True) -> Any:
-    captured = capture(chain(6, width=6, per_layer=2))
+def decided(budget: int | None, may_keep: bool = True, carried: int = 0, machine: Machine = SLOWER) -> Any:
+    captured = capture(chain(6, width=6, per_layer=2), keep_bytes=carried)
     graphs = [("forward", captured.forward().graph), ("backward", captured.backward().graph)]
-    return decide(graphs, Plan(), Automatic(SLOWER, budget), frozenset(), may_keep)
+    return decide(graphs, Plan(), Automatic(machine, budget), captured.escaping, frozenset() if may_keep else None)
 
 
 def test_memory_buys_kept_weights() -> None:
@@ -43,11 +44,17 @@ def test_memory_buys_kept_weights() -> None:
     assert decided(1 << 30) == rich
 
 
-def test_without_a_budget_no_more_memory_than_by_default() -> None:
-    captured = capture(chain(6, width=6, per_layer=2))
+@pytest.mark.parametrize("carried", [0, 4 * WIDTH], ids=["nothing", "four"])
+def test_without_a_budget_no_more_memory_than_by_default(carried: int) -> None:
+    captured = capture(chain(6, width=6, per_layer=2), keep_bytes=carried)
     graphs = {"forward": captured.forward().graph, "backward": captured.backward().graph}
-    default = max(run_passes(graph, direction, Plan()).peak_gathered_bytes for direction, graph in graphs.items())
-    assert decided(None).limit == default
+    default = max(run_passes(graph, direction, Plan(), captured.escaping).peak_gathered_bytes for direction, graph in graphs.items())
+    prompt = replace(SLOWER, links={"any": Link(1e-3, 144.0)})  # small buckets hide better, and cost nothing
+    found = decided(None, may_keep=False, carried=carried, machine=prompt)
+    assert found.limit == default and found.bucket_bytes == 0
+    assert not found.keep, "what these graphs carry, they carry"
+    fixed = decided(None, may_keep=False, carried=carried)
+    assert fixed.limit is None and fixed.bucket_bytes is None, "the fixed plan has no limit of its own"
 
 
 def test_too_small_a_budget_says_the_least() -> None:
