@@ -2,8 +2,11 @@
 
 ::
 
-    joint graph ──► trial partition ──► finest buckets ──► works ──► choose (simulate some hundred plans) ──► Decision ──► the real passes
-                                                                       Machine (lead.py)
+    joint graph ──► partition, or a trial of one with nothing kept, if a budget says how much may be
+                      │ copies
+                      ▼
+                    finest buckets ──► works ──► choose (simulate some hundred plans) ──► Decision ──► the real passes
+                                                   Machine (lead.py)
 
 On rank 0; the others hear of it (`lead`).
 """
@@ -69,12 +72,8 @@ def decide(
         )
     sets = [frozenset[str]()] if usual is None else keeps(works, usual)
     try:
-        best = choose(build, automatic.machine, budget, keep=sets, usual=standard)
+        best = choose(build, automatic.machine, budget, keep=sets, usual=standard, limited=automatic.memory_budget is not None)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
         best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
-    limit: int | None = budget
-    if plan.bucket.mode == "packed":  # while a bucket is copied out it exists twice
-        limit = None
-    if automatic.memory_budget is None and (best["bucket_bytes"], best["prefetch"], frozenset(best["keep"])) == standard:
-        limit = None  # as without a plan: graphs that read alike may be cut otherwise and need more
+    limit = automatic.memory_budget  # no other bound: what is decided here may also hold for a graph that needs more
     return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit, budget - best["peak_gathered_bytes"])

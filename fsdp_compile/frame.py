@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from fsdp_compile.autoplan import Automatic, decide
 from fsdp_compile.guarded import Guarded, group_of
 from fsdp_compile.lead import Lead, lead_of
 from fsdp_compile.options import AUTO, ROWS_FROM, Options
-from fsdp_compile.passes import markers
+from fsdp_compile.passes import graph_ops, markers
 from fsdp_compile.passes.keep import kept
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.pipeline import Decision, Observer, Plan, Scheduled, run_passes
@@ -31,6 +31,9 @@ from fsdp_compile.runtime import hold
 from fsdp_compile.runtime.agree import digest
 from fsdp_compile.runtime.communicator import is_gloo
 from fsdp_compile.spec import ParamSpec
+from fsdp_compile.text import human_bytes
+
+log = logging.getLogger("fsdp_compile.passes")
 
 DIRECTIONS = ("forward", "backward")
 
@@ -81,7 +84,11 @@ class Frame:
                 return found if usual is not None else replace(found, keep=self.kept)
 
             assert self.lead is not None
-            return self.lead.decision(topic, run)
+            found = self.lead.decision(topic, run)
+            size = "the default size" if found.bucket_bytes is None else human_bytes(found.bucket_bytes)
+            counts = found.prefetch, len(found.keep)
+            log.info("graph %d as rank 0 planned: buckets of %s, prefetch %d, %d weights kept", self.index, size, *counts)
+            return found
 
         def transform(graph_module: fx.GraphModule, is_backward: bool) -> Scheduled:
             direction = "backward" if is_backward else "forward"
@@ -89,11 +96,16 @@ class Frame:
             observer: Observer = lambda stage, g: self.observe(stage, g, direction)  # noqa: E731
             escaping = self._may_escape(graph_module)
             if self.lead and self.decision is None:  # inference again
-                self.decision = decided(lambda: [(direction, copy.deepcopy(graph_module.graph))], escaping, None)
+                self.decision = decided(lambda: [(direction, graph_ops.copied(graph_module.graph))], escaping, None)
             mine = self.decision.applied(plan) if self.decision else written.applied(plan, direction)
-            done = run_passes(graph_module.graph, direction, mine, escaping, observer)
-            graph_module.recompile()
             budget = self.options.memory_budget
+            try:
+                done = run_passes(graph_module.graph, direction, mine, escaping, observer)
+            except ValueError as error:
+                if budget is None or self.decision is None:
+                    raise
+                raise ValueError(f"option memory_budget: what was planned for a graph that reads alike cannot be: {error}") from error
+            graph_module.recompile()
             room = (budget, self.decision.left) if budget is not None and self.decision and not self.held else None
             return replace(done, decision=self.decision, room=room)
 
@@ -101,11 +113,11 @@ class Frame:
             if self.options.memory_budget is None:  # weights are kept by rule
                 parts = cut(joint)
                 if self.decision is None:
-                    graphs = lambda: [(d, copy.deepcopy(g.graph)) for d, g in zip(DIRECTIONS, parts)]  # noqa: E731
+                    graphs = lambda: [(d, graph_ops.copied(g.graph)) for d, g in zip(DIRECTIONS, parts)]  # noqa: E731
                     self.decision = decided(graphs, self._may_escape(joint), None)
                 return parts
             if self.decision is None:
-                again = lambda: cut(fx.GraphModule(joint, copy.deepcopy(joint.graph)))  # noqa: E731
+                again = lambda: cut(fx.GraphModule(joint, graph_ops.copied(joint.graph)))  # noqa: E731
                 may_keep = not self.ends_early and not any(s.reshard for s in specs)
                 usual = kept(joint.graph, None) if may_keep else None
                 self.decision = decided(lambda: [(d, g.graph) for d, g in zip(DIRECTIONS, again())], self._may_escape(joint), usual)
@@ -172,10 +184,20 @@ class Frame:
 
 
 def _topic(gm: fx.GraphModule, plan: Plan, frame: Frame) -> str:
-    """A digest of what a Dynamo graph reads, in order. What it computes, and on tensors of what sizes, has no part in it: that may differ
-    between ranks, and from one compilation to the next."""
-    reads = [(n.args[1], n.args[0].meta["example_value"].requires_grad) for n in gm.graph.nodes if markers.is_marker(n)]
-    asked = repr((reads, plan, frame.options.memory_budget, frame.ends_early, torch.is_grad_enabled()))
+    """A digest of what a Dynamo graph reads, in order, and with a memory budget of the order in which it uses that. What it computes, and
+    on tensors of what sizes, has no part in it: that may differ between ranks, and from one compilation to the next."""
+    reads: dict[fx.Node, int] = {}
+    seen: list[Any] = []
+    for n in gm.graph.nodes:
+        used = [reads[a] for a in n.all_input_nodes if a in reads]
+        if markers.is_marker(n):
+            reads[n] = len(reads)
+            seen.append((n.args[1], markers.frozen(n)))
+        elif n.target == "detach" and used:
+            reads[n] = used[0]
+        elif used and frame.options.memory_budget is not None:
+            seen.append(used)
+    asked = repr((seen, plan, frame.options.memory_budget, frame.ends_early, torch.is_grad_enabled()))
     return digest([re.sub(r" at 0x[0-9a-f]+", "", asked)])  # an unnamed callable says where it lies
 
 

@@ -25,10 +25,9 @@ from fsdp_compile import compat
 from fsdp_compile.passes.machine import Machine, from_json
 from fsdp_compile.passes.pipeline import Decision
 from fsdp_compile.runtime.agree import RankMismatch, agree
-from fsdp_compile.text import human_bytes
 
-log = logging.getLogger("fsdp_compile.passes")
-QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20}  # of a calibration that nobody asked for: a few seconds
+log = logging.getLogger("fsdp_compile")
+QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20, "dtypes": ("float32",)}  # of a calibration that nobody asked for: a few seconds
 
 
 class Lead:
@@ -37,8 +36,9 @@ class Lead:
     Raises `RankMismatch` if rank 0 does not come to its first graph within ``timeout_s`` seconds."""
 
     def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
-        self._group, self._device, self._timeout_s = group, device, timeout_s
-        self._leads = group.rank() == 0 or dist.get_backend(group) == "fake"  # a fake group has no peers to ask
+        self._group, self._device, self.timeout_s = group, device, timeout_s
+        self._alone = dist.get_backend(group) == "fake"  # no peers, and a store that keeps nothing
+        self._leads = group.rank() == 0 or self._alone
         self._store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/plan", dist.distributed_c10d._get_default_store())
         self._decisions: dict[str, Decision] = {}
         self._refused: Counter[str] = Counter()
@@ -59,49 +59,53 @@ class Lead:
         if topic in self._decisions:
             return self._decisions[topic]
         key = f"{topic}/{self._refused[topic]}"
-        try:
-            if self._leads:
-                found = self._lead(key, decide, measures)
-            else:
+        self._refused[topic] += 1  # unless it is decided
+        if self._leads:
+            found = self._lead(key, decide, measures)
+        else:
+            try:
                 if self._hear(f"{key}/measures"):
                     self._known_machine()
                 found = _read(self._hear(f"{key}/decision"))
-        except ValueError:
-            self._refused[topic] += 1
-            raise
+            except RankMismatch:  # nothing was said yet
+                self._refused[topic] -= 1
+                raise
         self._decisions[topic] = found
-        size = "the default size" if found.bucket_bytes is None else human_bytes(found.bucket_bytes)
-        log.info("planned, on rank 0: buckets of %s, prefetch %d, %d weights kept", size, found.prefetch, len(found.keep))
         return found
 
     def _lead(self, key: str, decide: Callable[[], Decision], measures: bool) -> Decision:
         self._tell(f"{key}/measures", "yes" if measures else "")
         try:
             found = decide()
-        except ValueError as refusal:
-            self._tell(f"{key}/decision", json.dumps({"refusal": str(refusal)}))
+        except Exception as refusal:
+            text = str(refusal) if isinstance(refusal, ValueError) else f"rank 0 failed to plan this graph: {refusal!r}"
+            self._tell(f"{key}/decision", json.dumps({"refusal": text}))
             raise
         self._tell(f"{key}/decision", json.dumps({**vars(found), "keep": sorted(found.keep)}))
         return found
 
     def _known_machine(self) -> Machine:
         if self._machine is None:
-            agree(self._group, "machine", ["measure"], self._timeout_s)
+            agree(self._group, "machine", ["measure"], self.timeout_s)
+            if self._leads:
+                command = f"fsdp-compile calibrate --nproc {self._group.size()} --device {self._device}"
+                log.warning("measuring this machine, to plan by: some seconds at each start without a cache; once and for all: %s", command)
             with compat.outside_fake_mode():
                 self._machine = _measured(self._group, self._device)
         return self._machine
 
     def _tell(self, key: str, text: str) -> str:
-        self._store.set(key, f"={text}")  # a file store takes an empty value for a deleted key
+        if not self._alone:
+            self._store.set(key, f"={text}")  # a file store takes an empty value for a deleted key
         return text
 
     def _hear(self, key: str) -> str:
         try:
-            self._store.wait([key], datetime.timedelta(seconds=self._timeout_s))
+            self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
         except (dist.DistStoreError, RuntimeError) as e:
             raise RankMismatch(
                 f"rank 0 of group {self._group.group_name!r} has not planned the graph that rank {self._group.rank()} compiles within "
-                f"{self._timeout_s:g} s: it has failed, runs another model, or is still compiling (option timeout_s)"
+                f"{self.timeout_s:g} s: it has failed, runs another model, or is still compiling (option timeout_s)"
             ) from e
         return self._store.get(key).decode().removeprefix("=")
 
@@ -113,6 +117,7 @@ def lead_of(group: dist.ProcessGroup, device: str, timeout_s: float) -> Lead:
     """The one `Lead` of ``group``, on "cpu" or "cuda"; made when it is first asked for, by all ranks alike."""
     if group not in _leads:
         _leads[group] = Lead(group, device, timeout_s)
+    _leads[group].timeout_s = timeout_s
     return _leads[group]
 
 
@@ -128,7 +133,10 @@ def _calibration(group: dist.ProcessGroup, device: str) -> str:
 
     try:
         return calibrate.load_machine(group.size(), device, "gloo" if device == "cpu" else "nccl").to_json()
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        log.warning("this machine's calibration is not used: %s", error)
         return ""
 
 

@@ -66,12 +66,13 @@ class Options:
                               between; what was started before a shard was written is dropped. On CPU ranks
 
       plan                    all this written down, for single parameters: a dict or a JSON file (`fsdp_compile.passes.written`),
-                              as `explain(...).plan` has it; "auto": decided on rank 0, by simulating the step on this machine, as
+                              as `explain(...).plan` has it; "auto": buckets and prefetch (with memory_budget also what is kept
+                              for backward) decided on rank 0, by simulating the step on this machine, as
                               `fsdp-compile calibrate` has measured it (measured in some seconds, if not); "fixed": by the options
                               above. None: "auto" where the machine is calibrated and, under the last two headings,
                               nothing is given but transport and embedding_rows; else "fixed"
-      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once; None: what the default
-                              options take
+      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once; None: what
+                              plan="fixed" takes
 
     The rest:
       lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)
@@ -126,7 +127,7 @@ class Options:
         object.__setattr__(self, "bucket_modules", patterns)
         self.passes_plan({})  # validates the schedule options
         if self.plan is not None and not isinstance(self.plan, (Mapping, str, os.PathLike)):
-            raise TypeError(f"option plan must be a dict or the name of a JSON file, got {self.plan!r}")
+            raise TypeError(f"option plan must be {AUTO!r}, {FIXED!r}, a dict or the name of a JSON file, got {self.plan!r}")
         if self.memory_budget is not None and self.plan is None:
             object.__setattr__(self, "plan", AUTO)
         object.__setattr__(self, "_written", Written() if self.plan in (None, AUTO, FIXED) else read(self.plan))
@@ -157,14 +158,15 @@ class Options:
         """What the plan says, no option may say, too."""
         if self.memory_budget is not None:
             if not self.automatic:
-                raise ValueError(f"option memory_budget is for plan={AUTO!r}, not for a plan that is written")
+                raise ValueError(f"option memory_budget is for plan={AUTO!r}, not for a plan that is written or fixed")
             if self.memory_budget <= 0:
                 raise ValueError(f"option memory_budget must be positive, got {self.memory_budget}")
             if self.collective == "packed":
                 raise ValueError("option memory_budget: while a packed bucket is copied out it exists twice; use collective='coalesced'")
+        planned = f"plan={AUTO!r}" if self.memory_budget is None else f"memory_budget (that is, plan={AUTO!r})"
         for name in DECIDED if self.automatic else ():
             if getattr(self, name) != getattr(Options, name):
-                raise ValueError(f"options {name} and plan={AUTO!r} both decide this: leave {name} out")
+                raise ValueError(f"options {name} and {planned} both decide this: leave {name} out")
         both = {
             "limit_all_gathers": self.limit_all_gathers is not None and written.limit_all_gathers is not None,
             "keep_bytes": bool(self.keep_bytes) and bool(written.keep),

@@ -65,6 +65,14 @@ def _fake(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return target(*args)
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy to try passes on. (``copy.deepcopy`` would copy the code generator's specs, too, and warn about them.)"""
+    out = fx.Graph()
+    returned = out.graph_copy(graph, {})
+    out.output(returned).meta = dict(graph.output_node().meta)
+    return out
+
+
 def is_alias_op(node: fx.Node) -> bool:
     """Whether the node's result may share memory with an input (views, reshape, getitem)."""
     if node.op != "call_function":

@@ -25,6 +25,11 @@ def is_marker(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _DYNAMO_UNSHARD
 
 
+def frozen(marker: fx.Node) -> bool:
+    """Whether a Dynamo graph reads a parameter that does not require gradients: such a read is detached at once."""
+    return [u.target for u in marker.users] == ["detach"]
+
+
 def marker_specs(gm: fx.GraphModule) -> list[ParamSpec]:
     """The spec of each marker of a graph, in order."""
     return [decode(n.args[1]) for n in gm.graph.nodes if is_marker(n)]

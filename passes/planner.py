@@ -75,6 +75,7 @@ def choose(
     prefetches: Sequence[int] = PREFETCH,
     keep: Sequence[frozenset[str]] = (NOTHING,),
     usual: tuple[int | None, int, frozenset[str]] | None = None,
+    limited: bool = True,
 ) -> dict[str, Any]:
     """The fastest plan whose gathered weights never take more than ``memory_budget`` bytes (None: any number), as a dict of
     `Choice`'s fields; those named like options can be given to the backend. ``keep``: sets of weights to try to keep (`keeps`), the
@@ -83,23 +84,24 @@ def choose(
     Buckets and prefetch are tried together with the first of ``keep``, then every ``keep`` with the best of them, then buckets and prefetch
     again with the best ``keep``: all combinations would take several times as long. Among plans within half a percent of the fastest,
     the one with the smallest peak; then the one tried first: equal input gives an equal choice on every rank. ``usual``: bucket size,
-    prefetch and what is kept of a plan that is taken if it fits and none is faster by two percent. Raises ValueError if no plan fits the
-    budget."""
+    prefetch and what is kept of a plan that is taken if it fits and none is faster by two percent. ``limited``: whether the budget may
+    also delay gathers; else only plans are taken that fit without. Raises ValueError if no plan fits the budget."""
     if memory_budget is not None and memory_budget <= 0:
         raise ValueError(f"memory_budget must be positive, got {memory_budget}")
+    limit = memory_budget if limited else None
     found: dict[tuple[frozenset[str], int | None, int], Choice] = {}
 
     def attempt(kept: frozenset[str], bucket_bytes: int | None, prefetch: int) -> None:
         if (kept, bucket_bytes, prefetch) in found:
             return
         try:
-            works = build(bucket_bytes, prefetch, memory_budget, kept)
+            works = build(bucket_bytes, prefetch, limit, kept)
         except ValueError:
             return
-        t = simulate(works, machine, limit_gathers=memory_budget)
+        t = simulate(works, machine, limit_gathers=limit)
         peak = t.peak_gathered_bytes
         if memory_budget is None or peak <= memory_budget:
-            choice = Choice(bucket_bytes, prefetch, memory_budget, tuple(sorted(kept)), t.step, t.exposed_seconds, peak)
+            choice = Choice(bucket_bytes, prefetch, limit, tuple(sorted(kept)), t.step, t.exposed_seconds, peak)
             found[kept, bucket_bytes, prefetch] = choice
 
     def sweep(kept: frozenset[str]) -> None:

@@ -80,7 +80,7 @@ def read(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Written:
         try:
             plan = json.loads(Path(plan).read_text())
         except OSError as error:
-            raise ValueError(f"option plan: {plan} cannot be read: {error.strerror}") from error
+            raise ValueError(f"option plan: {str(plan)!r} is not 'auto', 'fixed' or a file that can be read: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"option plan: {plan} is not JSON: {error}") from error
         if not isinstance(plan, Mapping):

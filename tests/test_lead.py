@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from fsdp_compile.options import Options, parse
 from fsdp_compile.spec import decode
 
 STEADY = Machine("slow core", Rates({"float32": 1e8}, 1e10, 3e-6), {"any": Link(5e-5, 1.2e7)}, backend="gloo")  # it decides by lengths
+DISTANT = Machine("long way", Rates({"float32": 1e11}, 1e10, 3e-6), {"any": Link(5e-3, 1e9)}, backend="gloo")  # few messages are best
 THIS = Decision(None, 1, frozenset({"a.weight"}), 100, 7)
 
 
@@ -116,6 +119,83 @@ def test_reshard_after_forward_is_kept_to(pool, tmp_path: Path) -> None:
     for decided, kept in pool.run(2, always, str(tmp_path), {"plan": "auto"}):
         assert not kept, decided
     assert pool.run(2, defaults, str(tmp_path), {"plan": "auto"})[0][1], "it was meant to keep some without"
+
+
+class Recurrent(torch.nn.Module):
+    """Layers run one or several times: graphs that read alike, of which the longer ones need all weights at once."""
+
+    def __init__(self, layers: int = 24) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, loops: int) -> torch.Tensor:
+        for _ in range(loops):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def recurring(folder: str, options: dict[str, Any]) -> tuple[set[Decision], int]:
+    with calibrated(folder, DISTANT), Seen() as seen:
+        model, plain = fully_shard(Recurrent()), Recurrent()
+        fast = torch.compile(model, backend="fsdp", options={"lowering": "fx", "timeout_s": 60, **options})
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+        for loops in (1, 2, 1):
+            plain(x, loops).square().mean().backward()
+            fast(x, loops).square().mean().backward()
+            for n, p in plain.named_parameters():
+                torch.testing.assert_close(parity.full(model.get_parameter(n).grad), p.grad, rtol=1e-4, atol=1e-6)
+            plain.zero_grad()
+            model.zero_grad()
+    return seen.decisions, seen.decided
+
+
+def test_graphs_that_read_alike_and_need_more_memory(pool, tmp_path: Path) -> None:
+    """A decision for the first had a limit that the second cannot keep."""
+    decisions, decided = pool.run(2, recurring, str(tmp_path), {})[0]
+    assert len(decisions) == decided == 1
+    assert next(iter(decisions)).bucket_bytes is not None, "another plan than the fixed one was meant to be chosen"
+
+
+def test_with_a_budget_each_order_of_uses_is_planned(pool, tmp_path: Path) -> None:
+    assert pool.run(2, recurring, str(tmp_path), {"memory_budget": 25 << 18})[0][1] == 2
+    one = 1 << 18  # bytes of a weight
+    with pytest.raises(Exception, match=r"option memory_budget: no plan keeps gathered weights within \d+ bytes here; the least possible"):
+        pool.run(2, recurring, str(tmp_path), {"memory_budget": 4 * one})
+
+
+def topics(folder: str) -> list[str]:
+    found = []
+    topic = fsdp_compile.frame._topic
+    fsdp_compile.frame._topic = lambda *args: found.append(topic(*args)) or found[-1]  # type: ignore[func-returns-value]
+    try:
+        model = fully_shard(models.mlp())
+        fast = torch.compile(model, backend="fsdp", options={"lowering": "fx", "plan": "fixed"})
+        x, y = models.vector_batch(0)
+        for _ in range(3):  # freezing is noticed when a gradient arrives
+            models.square_loss(fast(x), y).backward()
+            next(model.parameters()).requires_grad_(False)
+        models.square_loss(fast(x[:1]), y[:1]).backward()
+    finally:
+        fsdp_compile.frame._topic = topic
+    return found
+
+
+def test_a_frozen_parameter_is_another_topic(pool, tmp_path: Path) -> None:
+    trained, frozen, shorter = pool.run(1, topics, str(tmp_path))[0]
+    assert trained != frozen == shorter
+
+
+def test_a_fake_group_has_nobody_to_ask() -> None:
+    code = """if True:
+        import torch, torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        model = torch.compile(torch.nn.Linear(4, 4), backend="fsdp", options={"lowering": "fx"})
+        model(torch.ones(2, 4)).sum().backward()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def a_lead(timeout_s: float = 30.0) -> Lead:
