@@ -27,7 +27,7 @@ from fsdp_compile.passes.pipeline import Decision
 from fsdp_compile.runtime.agree import RankMismatch, agree
 
 log = logging.getLogger("fsdp_compile")
-QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20, "dtypes": ("float32",)}  # of a calibration that nobody asked for: a few seconds
+QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20, "dtypes": ("float32",)}  # of a calibration that nobody asked for
 
 
 class Lead:
@@ -89,7 +89,7 @@ class Lead:
             agree(self._group, "machine", ["measure"], self.timeout_s)
             if self._leads:
                 command = f"fsdp-compile calibrate --nproc {self._group.size()} --device {self._device}"
-                log.warning("measuring this machine, to plan by: some seconds at each start without a cache; once and for all: %s", command)
+                log.warning("measuring this machine, to plan by: 10 to 20 seconds, at each start without a cache; once and for all: %s", command)
             with compat.outside_fake_mode():
                 self._machine = _measured(self._group, self._device)
         return self._machine
