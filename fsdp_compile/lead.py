@@ -89,7 +89,7 @@ class Lead:
             agree(self._group, "machine", ["measure"], self.timeout_s)
             if self._leads:
                 command = f"fsdp-compile calibrate --nproc {self._group.size()} --device {self._device}"
-                log.warning("measuring this machine, to plan by: 10 to 20 seconds, at each start without a cache; once and for all: %s", command)
+                log.warning("measuring this machine, for 10 to 20 seconds, at each start without a cache; once and for all: %s", command)
             with compat.outside_fake_mode():
                 self._machine = _measured(self._group, self._device)
         return self._machine
