@@ -200,6 +200,13 @@ def cpu_backend_name(group: Any) -> str:
     return dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair).get("cpu", "")
 
 
+def default_store() -> Any:
+    """The store of the default process group, which all ranks share."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._get_default_store()
+
+
 def single_threaded_gloo(name: str, like: Any, ranks: list[int], group_name: str) -> Any:
     """A process group over ``ranks`` on gloo with one worker thread, with ``like``'s network devices and timeout; registered as
     backend ``name``. All ``ranks``, and no others, must call this with the same ``group_name``.

@@ -110,17 +110,18 @@ class Frame:
             return replace(done, decision=self.decision, room=room)
 
         def divide(joint: fx.GraphModule, cut: compat_compile.Cut) -> tuple[fx.GraphModule, fx.GraphModule]:
+            escaping = self._may_escape(joint)
             if self.options.memory_budget is None:  # weights are kept by rule
                 parts = cut(joint)
                 if self.decision is None:
                     graphs = lambda: [(d, graph_ops.copied(g.graph)) for d, g in zip(DIRECTIONS, parts)]  # noqa: E731
-                    self.decision = decided(graphs, self._may_escape(joint), None)
+                    self.decision = decided(graphs, escaping, None)
                 return parts
             if self.decision is None:
                 again = lambda: cut(fx.GraphModule(joint, graph_ops.copied(joint.graph)))  # noqa: E731
                 may_keep = not self.ends_early and not any(s.reshard for s in specs)
                 usual = kept(joint.graph, None) if may_keep else None
-                self.decision = decided(lambda: [(d, g.graph) for d, g in zip(DIRECTIONS, again())], self._may_escape(joint), usual)
+                self.decision = decided(lambda: [(d, g.graph) for d, g in zip(DIRECTIONS, again())], escaping, usual)
             self._keep(joint.graph, self.decision.keep)
             return cut(joint)
 

@@ -39,7 +39,7 @@ class Lead:
         self._group, self._device, self.timeout_s = group, device, timeout_s
         self._alone = dist.get_backend(group) == "fake"  # no peers, and a store that keeps nothing
         self._leads = group.rank() == 0 or self._alone
-        self._store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/plan", dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/plan", compat.default_store())
         self._decisions: dict[str, Decision] = {}
         self._refused: Counter[str] = Counter()
         self.calibration = self._tell("calibration", _calibration(group, device)) if self._leads else self._hear("calibration")

@@ -12,6 +12,8 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from fsdp_compile import compat
+
 # By process group; a group made anew starts from nothing. (A ProcessGroup takes no attributes of its own.)
 _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -34,7 +36,7 @@ def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: flo
         return
     counter = _counters.setdefault(group, Counter())
     counter[topic] += 1
-    store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/{topic}/{counter[topic]}", _store())
+    store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/{topic}/{counter[topic]}", compat.default_store())
     store.set(f"text{rank}", "\n".join(lines))
     store.set(f"digest{rank}", digest(lines))
     digests = {}
@@ -65,7 +67,3 @@ def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
 
 def _head(lines: list[str]) -> str:
     return "\n".join(lines[:3] + (["…"] if len(lines) > 3 else []))
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()

@@ -111,14 +111,16 @@ def test_planned_by_default_where_the_machine_is_calibrated(pool, tmp_path: Path
     assert parse({"plan": "fixed"}).kept_bytes is None, "as many as by default"
 
 
-def always(folder: str, options: dict[str, Any]) -> tuple[int, set[str]]:
-    return defaults(folder, options, reshard_after_forward=True)
+def resharding(folder: str, reshard: bool | None, options: dict[str, Any]) -> tuple[int, set[str]]:
+    return defaults(folder, options, reshard_after_forward=reshard)
 
 
-def test_reshard_after_forward_is_kept_to(pool, tmp_path: Path) -> None:
-    for decided, kept in pool.run(2, always, str(tmp_path), {"plan": "auto"}):
+@pytest.mark.parametrize("options", [{"plan": "auto"}, {"memory_budget": 1 << 20}], ids=["auto", "budget"])
+def test_reshard_after_forward_is_kept_to(pool, tmp_path: Path, options: dict[str, Any]) -> None:
+    for decided, kept in pool.run(2, resharding, str(tmp_path), True, options):
         assert not kept, decided
-    assert pool.run(2, defaults, str(tmp_path), {"plan": "auto"})[0][1], "it was meant to keep some without"
+    assert pool.run(2, resharding, str(tmp_path), None, options)[0][1], "it was meant to keep some without"
+    assert pool.run(2, resharding, str(tmp_path), False, options)[0][0] == 1
 
 
 class Recurrent(torch.nn.Module):
