@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile import compat
+from fsdp_compile.guarded import group_of
 from fsdp_compile.passes.machine import Machine, from_json
 from fsdp_compile.passes.pipeline import Decision
 from fsdp_compile.runtime.agree import RankMismatch, agree
@@ -31,15 +32,15 @@ QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20, "dtypes": ("float32",)}  
 
 
 class Lead:
-    """The decisions for one process group. ``calibration``: rank 0's, as JSON; "" if there is none.
+    """The decisions for one process group, which it does not keep alive (compiled code, which Dynamo keeps, knows its `Lead`).
+    ``calibration``: rank 0's, as JSON; "" if there is none.
 
     Raises `RankMismatch` if rank 0 does not come to its first graph within ``timeout_s`` seconds."""
 
     def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
-        self._group, self._device, self.timeout_s = group, device, timeout_s
+        self._name, self._rank, self._device, self.timeout_s = group.group_name, group.rank(), device, timeout_s
         self._alone = dist.get_backend(group) == "fake"  # no peers, and a store that keeps nothing
-        self._leads = group.rank() == 0 or self._alone
-        self._store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/plan", compat.default_store())
+        self._leads = self._rank == 0 or self._alone
         self._decisions: dict[str, Decision] = {}
         self._refused: Counter[str] = Counter()
         self.calibration = self._tell("calibration", _calibration(group, device)) if self._leads else self._hear("calibration")
@@ -86,28 +87,34 @@ class Lead:
 
     def _known_machine(self) -> Machine:
         if self._machine is None:
-            agree(self._group, "machine", ["measure"], self.timeout_s)
+            group = group_of(self._name)
+            assert group is not None
+            agree(group, "machine", ["measure"], self.timeout_s)
             if self._leads:
-                command = f"fsdp-compile calibrate --nproc {self._group.size()} --device {self._device}"
+                command = f"fsdp-compile calibrate --nproc {group.size()} --device {self._device}"
                 log.warning("measuring this machine, for 10 to 20 seconds, at each start without a cache; once and for all: %s", command)
             with compat.outside_fake_mode():
-                self._machine = _measured(self._group, self._device)
+                self._machine = _measured(group, self._device)
         return self._machine
 
     def _tell(self, key: str, text: str) -> str:
         if not self._alone:
-            self._store.set(key, f"={text}")  # a file store takes an empty value for a deleted key
+            self._store().set(key, f"={text}")  # a file store takes an empty value for a deleted key
         return text
 
     def _hear(self, key: str) -> str:
+        store = self._store()
         try:
-            self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
+            store.wait([key], datetime.timedelta(seconds=self.timeout_s))
         except (dist.DistStoreError, RuntimeError) as e:
             raise RankMismatch(
-                f"rank 0 of group {self._group.group_name!r} has not planned the graph that rank {self._group.rank()} compiles within "
+                f"rank 0 of group {self._name!r} has not planned the graph that rank {self._rank} compiles within "
                 f"{self.timeout_s:g} s: it has failed, runs another model, or is still compiling (option timeout_s)"
             ) from e
-        return self._store.get(key).decode().removeprefix("=")
+        return store.get(key).decode().removeprefix("=")
+
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(f"fsdp_compile/{self._name}/plan", compat.default_store())
 
 
 _leads: weakref.WeakKeyDictionary[dist.ProcessGroup, Lead] = weakref.WeakKeyDictionary()
