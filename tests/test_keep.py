@@ -64,7 +64,9 @@ def test_never_by_default_where_reshard_says_true() -> None:
         ({"limit_all_gathers": 100}, 0),
         ({"collective": "packed"}, 0),
         ({"plan": {}}, 0),
-        ({"plan": "auto"}, 0),
+        ({"plan": "auto"}, None),
+        ({"plan": "auto", "memory_budget": 100}, 0),
+        ({"plan": "fixed"}, None),
     ],
 )
 def test_what_the_options_ask_for(given: dict[str, Any], nbytes: int | None) -> None:

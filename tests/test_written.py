@@ -122,7 +122,7 @@ def test_mistakes_in_a_file_and_in_names(tmp_path) -> None:
     for name, said in (("none.json", "No such file"), ("", "Is a directory"), ("binary.json", "is not JSON")):
         with pytest.raises(ValueError, match=f"option plan: .*{said}"):
             parse({"plan": str(tmp_path / name)})
-    with pytest.raises(TypeError, match="option plan must be a dict"):
+    with pytest.raises(TypeError, match="option plan must be 'auto', 'fixed', a dict or the name of a JSON file, got 3"):
         parse({"plan": 3})
     with pytest.raises(ValueError, match=r"has no parameter 'a\.wight'; did you mean 'a\.weight'"):
         report(plan={"keep": ["a.wight"]})
