@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import square_loss, vector_batch
+from models import square_loss, token_batch, token_loss, vector_batch
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -89,6 +89,21 @@ def full(p: Tensor) -> Tensor:
     """The whole value of a parameter (a collective where it is sharded)."""
     p = p.detach()
     return (p.full_tensor() if isinstance(p, DTensor) else p).clone()
+
+
+def lengths_alike(fast: Any, model: nn.Module, plain: nn.Module, plan: list[list[int]]) -> None:
+    """Compare gradients on sequences whose length differs between ranks and steps; ``plan[rank]`` holds the lengths by step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(len(plan[0])):
+        for r in range(world):
+            x, y = token_batch(step, rows=2, length=plan[r][step])
+            (token_loss(plain(x), y) / world).backward()
+            if r == rank:
+                token_loss(fast(x), y).backward()
+        for n, p in plain.named_parameters():
+            torch.testing.assert_close(full(model.get_parameter(n).grad), p.grad, rtol=1e-4, atol=1e-6)
+        plain.zero_grad()
+        model.zero_grad()
 
 
 @functools.cache

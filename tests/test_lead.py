@@ -59,21 +59,11 @@ class Seen:
 
 
 def lengths(folder: str, plan: list[list[int]], options: dict[str, Any]) -> tuple[int, set[Decision], int]:
-    """Train on sequences whose length differs between ranks and steps; ``plan[rank]`` holds the lengths by step."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """What was decided in `parity.lengths_alike`."""
     with calibrated(folder, STEADY), Seen() as seen:
-        model, plain = fully_shard(models.decoder()), models.decoder()
+        model = fully_shard(models.decoder())
         fast = torch.compile(model, backend="fsdp", options={"lowering": "fx", **options})
-        for step in range(len(plan[0])):
-            for r in range(world):
-                x, y = models.token_batch(step, rows=2, length=plan[r][step])
-                (models.token_loss(plain(x), y) / world).backward()
-                if r == rank:
-                    models.token_loss(fast(x), y).backward()
-            for n, p in plain.named_parameters():
-                torch.testing.assert_close(parity.full(model.get_parameter(n).grad), p.grad, rtol=1e-4, atol=1e-6)
-            plain.zero_grad()
-            model.zero_grad()
+        parity.lengths_alike(fast, model, models.decoder(), plan)
     return seen.decided, seen.decisions, len(seen.frames)
 
 

@@ -98,22 +98,10 @@ def test_compiling_communicates_nothing(pool, lowering):
 
 
 def lengths(lowering: str, plan: list[list[int]], dynamic: bool | None) -> tuple[list[list[str]], list[list[str]], int]:
-    """Train on sequences whose length differs between ranks; ``plan[rank]`` holds the lengths by step."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """The collectives of `parity.lengths_alike`, and how many graphs there were."""
     graphs = Graphs(lowering)
     model = fully_shard(models.decoder(layers=1))
-    plain = models.decoder(layers=1)
-    fast = torch.compile(model, backend=graphs, dynamic=dynamic)
-    for step in range(len(plan[0])):
-        for r in range(world):
-            x, y = models.token_batch(step, rows=2, length=plan[r][step])
-            (models.token_loss(plain(x), y) / world).backward()
-            if r == rank:
-                models.token_loss(fast(x), y).backward()
-        for n, p in plain.named_parameters():
-            torch.testing.assert_close(parity.full(model.get_parameter(n).grad), p.grad, rtol=1e-4, atol=1e-6)
-        plain.zero_grad()
-        model.zero_grad()
+    parity.lengths_alike(torch.compile(model, backend=graphs, dynamic=dynamic), model, models.decoder(layers=1), plan)
     return graphs.collectives("forward"), graphs.collectives("backward"), sum(s == "dynamo" for s, *_ in graphs.texts)
 
 
