@@ -63,7 +63,7 @@ def _refuse_late_casts(options: Options) -> None:
 
 def refuse_unsharded_step(optimizer: torch.optim.Optimizer, backend: Callable[..., Any]) -> None:
     """Raise RuntimeError, naming a parameter, if ``optimizer`` is about to update parameters of a model that was compiled with this
-    backend but never sharded, because Dynamo found nothing in it to trace: each rank would train a model of its own."""
+    backend but never sharded, because Dynamo found nothing in it to trace or compiles no more: each rank would train a model of its own."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     plain = {id(p) for g in optimizer.param_groups for p in g["params"] if not isinstance(p, DTensor)}
@@ -73,9 +73,10 @@ def refuse_unsharded_step(optimizer: torch.optim.Optimizer, backend: Callable[..
         for name, p in root.named_parameters():
             if id(p) in plain:
                 raise RuntimeError(
-                    f"{type(root).__name__} was compiled with backend='fsdp' but is not sharded: Dynamo found nothing to trace in it (or "
-                    f"it was not called), and this step would update {name!r} on each rank alone. Call fsdp_compile.fully_shard(model) "
-                    "first, which needs no trace"
+                    f"{type(root).__name__} was compiled with backend='fsdp' but is not sharded: Dynamo found nothing to trace in it, or "
+                    "gave up at config.recompile_limit (it has warned then: each model of a class takes one compilation), or it was not "
+                    f"called; and this step would update {name!r} on each rank alone. Call fsdp_compile.fully_shard(model) first, which "
+                    "needs no trace, and lets models of one class share their compiled code"
                 )
 
 

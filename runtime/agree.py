@@ -5,6 +5,7 @@ Each (group, topic) has a counter, so that the n-th thing that one rank compiles
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import weakref
@@ -30,7 +31,8 @@ def digest(lines: list[str]) -> str:
 def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: float) -> None:
     """Compare ``lines`` with every other rank of ``group``.
 
-    Raises `RankMismatch` if they differ, or if a rank does not come to the same point within ``timeout_s`` seconds."""
+    Raises `RankMismatch` if they differ, or if a rank does not come to the same point within ``timeout_s`` seconds: on that rank, too,
+    when it comes."""
     size, rank = group.size(), group.rank()
     if size == 1 or dist.get_backend(group) == "fake":  # a fake group has no peers to ask
         return
@@ -39,16 +41,25 @@ def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: flo
     store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/{topic}/{counter[topic]}", compat.default_store())
     store.set(f"text{rank}", "\n".join(lines))
     store.set(f"digest{rank}", digest(lines))
-    digests = {}
+    missing = None
     for r in range(size):
         try:
             store.wait([f"digest{r}"], datetime.timedelta(seconds=timeout_s))
-        except (dist.DistStoreError, RuntimeError) as e:
-            raise RankMismatch(
-                f"{topic} {counter[topic]}: rank {r} of group {group.group_name!r} did not come to this point within {timeout_s:g} s. "
-                f"It has failed, runs another model, or is still compiling (option timeout_s).\nThis is rank {rank}, at:\n{_head(lines)}"
-            ) from e
-        digests[r] = store.get(f"digest{r}").decode()
+        except (dist.DistStoreError, RuntimeError):
+            missing = r
+            break
+    # Whatever is said first holds for all: who comes after another has given up must not go on into a collective alone.
+    said = "all" if missing is None else f"{rank} {missing}"
+    with contextlib.suppress(dist.DistStoreError, RuntimeError):  # the store is gone, too
+        said = store.compare_set("outcome", "", said).decode()
+    if said != "all":
+        gone, missing = map(int, said.split())
+        late = "" if gone == rank else f"Rank {gone} has given up waiting for it. "
+        raise RankMismatch(
+            f"{topic} {counter[topic]}: rank {missing} of group {group.group_name!r} did not come to this point within {timeout_s:g} s. "
+            f"{late}It has failed, runs another model, or is still compiling (option timeout_s).\nThis is rank {rank}, at:\n{_head(lines)}"
+        )
+    digests = [store.get(f"digest{r}").decode() for r in range(size)]
     odd = [r for r in range(1, size) if digests[r] != digests[0]]
     if odd:
         zero = store.get("text0").decode().split("\n")

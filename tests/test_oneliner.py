@@ -81,6 +81,29 @@ def test_a_model_in_which_nothing_is_traced_cannot_train_apart(pool):
         assert "'rnn.weight_ih_l0' on each rank alone. Call fsdp_compile.fully_shard(model) first" in said["rnn"]
 
 
+def one_after_the_other(sharded: bool) -> list[str]:
+    said = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            model = fully_shard(models.mlp()) if sharded else models.mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            fast = torch.compile(model, backend="fsdp", options=FX)
+            fast(BATCHES[0][0]).sum().backward()
+            try:
+                optimizer.step()
+                said.append("")
+            except RuntimeError as e:
+                said.append(str(e))
+    return said
+
+
+def test_more_models_of_a_class_than_dynamo_compiles(pool):
+    for said in pool.run(2, one_after_the_other, False):
+        assert said[:2] == ["", ""] and all("gave up at config.recompile_limit" in s for s in said[2:])
+    for said in pool.run(2, one_after_the_other, True):
+        assert said == [""] * 4, "sharded before, they share what was compiled"
+
+
 def wrapped() -> str:
     model = DistributedDataParallel(models.mlp())
     return message(torch.compile(model, backend="fsdp", options=FX), BATCHES[0][0])
