@@ -41,12 +41,13 @@ def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: flo
     store = dist.PrefixStore(f"fsdp_compile/{group.group_name}/{topic}/{counter[topic]}", compat.default_store())
     store.set(f"text{rank}", "\n".join(lines))
     store.set(f"digest{rank}", digest(lines))
-    missing = None
+    missing: int | None = None
+    cause: Exception | None = None
     for r in range(size):
         try:
             store.wait([f"digest{r}"], datetime.timedelta(seconds=timeout_s))
-        except (dist.DistStoreError, RuntimeError):
-            missing = r
+        except (dist.DistStoreError, RuntimeError) as e:
+            missing, cause = r, e
             break
     # Whatever is said first holds for all: who comes after another has given up must not go on into a collective alone.
     said = "all" if missing is None else f"{rank} {missing}"
@@ -58,7 +59,7 @@ def agree(group: dist.ProcessGroup, topic: str, lines: list[str], timeout_s: flo
         raise RankMismatch(
             f"{topic} {counter[topic]}: rank {missing} of group {group.group_name!r} did not come to this point within {timeout_s:g} s. "
             f"{late}It has failed, runs another model, or is still compiling (option timeout_s).\nThis is rank {rank}, at:\n{_head(lines)}"
-        )
+        ) from cause
     digests = [store.get(f"digest{r}").decode() for r in range(size)]
     odd = [r for r in range(1, size) if digests[r] != digests[0]]
     if odd:

@@ -35,8 +35,9 @@ def test_the_first_difference_is_shown_on_every_rank(pool):
 
 def late(late_rank: int) -> str:
     rank = dist.get_rank()
-    time.sleep(3 if rank == late_rank else 0)
-    return outcome("here", ["same"], 20.0 if rank == late_rank else 1.0)
+    dist.barrier()
+    time.sleep(4 if rank == late_rank else 0)
+    return outcome("here", ["same"], 20.0 if rank == late_rank else 2.0)
 
 
 @pytest.mark.parametrize("late_rank", [0, 2])
@@ -50,9 +51,10 @@ def test_who_comes_after_another_has_given_up_is_told_so(pool, late_rank):
 
 def late_communicator() -> str:
     mesh = init_device_mesh("cpu", (2,))
-    time.sleep(3 * (1 - dist.get_rank()))
+    dist.barrier()
+    time.sleep(4 * (1 - dist.get_rank()))
     try:
-        communicator(mesh, 1.0)
+        communicator(mesh, 2.0)
     except RankMismatch as e:
         return str(e)
     return "made"

@@ -120,7 +120,7 @@ def test_training_script_to_copy_stays_short():
 @pytest.mark.parametrize("name", ["train_demo", "train_torchrun", "train_hf"])
 def test_scripts_import_without_running(name, monkeypatch):
     if name == "train_hf":
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", reason="extra hf, which make test installs")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     try:
         assert callable(importlib.import_module(name).main)

@@ -277,5 +277,5 @@ def adapters() -> None:
 
 
 def test_lora_adapters_train_on_a_frozen_model(pool):
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", reason="extra hf, which make test installs")
     pool.run(2, adapters, timeout_s=240)

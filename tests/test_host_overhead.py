@@ -28,7 +28,7 @@ class Tiny(nn.Module):
 
 @pytest.mark.parametrize("parameters", [100, pytest.param(300, marks=pytest.mark.extra)])  # 300 compile for two minutes
 def test_forward_and_backward_of_tiny_parameters(parameters: int) -> None:
-    """World 1: at most 1.6 (seen: 1.39) times plain torch.compile. Fastest of many interleaved steps: noise only adds."""
+    """World 1: at most 1.6 (seen for 300: 1.26 to 1.39) times plain torch.compile. Fastest of many steps in turn: noise only adds."""
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -62,9 +62,23 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(x)[0])
 
 
+class Broken(nn.Module):
+    """Dynamo leaves out a frame that breaks within a loop, and torch's own containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
 def never_traced() -> dict[str, str]:
     out = {}
-    for name, model in (("helper", Helped(False, False)), ("rnn", Recurrent())):
+    for name, model in (("helper", Helped(False, False)), ("rnn", Recurrent()), ("loop", Broken())):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         fast = torch.compile(model, backend="fsdp", options=FX)
         fast(BATCHES[0][0]).sum().backward()
@@ -78,6 +92,7 @@ def never_traced() -> dict[str, str]:
 def test_a_model_in_which_nothing_is_traced_cannot_train_apart(pool):
     for said in pool.run(2, never_traced):
         assert "Helped was compiled with backend='fsdp' but is not sharded" in said["helper"] and "'a.weight'" in said["helper"]
+        assert "'blocks.0.0.weight' on each rank alone" in said["loop"]
         assert "'rnn.weight_ih_l0' on each rank alone. Call fsdp_compile.fully_shard(model) first" in said["rnn"]
 
 
