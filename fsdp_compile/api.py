@@ -107,7 +107,8 @@ def shard(
         "ignored_params": ignored,
         "reduce_op": reduce_op,
     }
-    state = FSDPState(mesh, ignored, module_classes(module), nbytes, padding, given)
+    sizes = {s.fqn: s.gathered_bytes for s in specs.values()}
+    state = FSDPState(mesh, ignored, module_classes(module), nbytes, padding, given, sizes)
     names_of: dict[nn.Module, list[str]] = {}
     for i, (_, places) in owners.items():
         for m, name, _fqn in places:

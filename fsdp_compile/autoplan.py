@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fsdp_compile.carried import WHOLE, Share
 from fsdp_compile.options import Options
 from fsdp_compile.passes.cost import Work, work_of
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.pipeline import Decision, Plan, run_passes
-from fsdp_compile.passes.planner import choose, keeps, replanner
+from fsdp_compile.passes.planner import NOTHING, choose, keeps, order_of_keeping, replanner, spend
 from fsdp_compile.passes.replan import BASE
 from fsdp_compile.passes.simulate import simulate
 
@@ -30,15 +31,30 @@ from fsdp_compile.passes.simulate import simulate
 @dataclass(frozen=True)
 class Automatic:
     """What to decide by: ``memory_budget`` is most bytes of gathered weights alive at once (None: what the default options take),
-    beside ``held`` bytes of them that are there already."""
+    beside ``held`` bytes of them that are there already. ``share``: of what may be kept for backward, and what earlier graphs keep."""
 
     machine: Machine
     memory_budget: int | None = None
     held: int = 0
+    share: Share = WHOLE
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be positive, got {self.memory_budget}")
+
+    @property
+    def beside(self) -> str:
+        """What takes of the budget, too, for an error."""
+        held = [f"{self.held} that no_sync(keep_bytes=...) holds"] if self.held else []
+        kept = [f"{self.share.carried} that earlier graphs of this model keep for backward"] if self.share.carried else []
+        return f", beside {' and '.join(held + kept)}" if held or kept else ""
+
+    def most_kept(self, least: int) -> int | None:
+        """Most bytes to keep for backward in a graph that needs ``least`` at once: its share of what the budget leaves beside the largest
+        weight, so that later graphs find room. None: only the budget itself limits it."""
+        if self.memory_budget is None or self.share.part == 1:
+            return None
+        return int(self.share.part * max(0, self.memory_budget - max(least, self.share.largest)))
 
 
 def decide(
@@ -52,7 +68,6 @@ def decide(
     rewritten on the way. ``plan``: transport and lowering. ``usual``: which weights stay gathered from forward to backward by default, if
     that is to be decided, too (None: what these graphs carry, they carry). Raises ValueError, with the least possible, if no plan keeps
     within the budget."""
-    standard = (Options.bucket_bytes, Options.prefetch, usual or frozenset())
     base = replace(BASE, transport=plan.transport, bucket=replace(plan.bucket, bucket_bytes=0, limit=None))
     works: list[Work] = []
     for direction, graph in graphs:
@@ -61,19 +76,19 @@ def decide(
         run_passes(graph, direction, base, escaping, look)
         works += seen
     build = replanner(works, plan.bucket.mode, plan.transport != "native")
-    budget, least = automatic.memory_budget, simulate(works, automatic.machine).peak_gathered_bytes
-    if budget is None:
-        default = build(standard[0], standard[1], None, standard[2])
-        budget = max(least, simulate(default, automatic.machine).peak_gathered_bytes)
-    if least > budget:
-        beside = f", beside {automatic.held} that no_sync(keep_bytes=...) holds" if automatic.held else ""
-        raise ValueError(
-            f"option memory_budget: no plan keeps gathered weights within {budget} bytes here{beside}; the least possible is {least}"
-        )
-    sets = [frozenset[str]()] if usual is None else keeps(works, usual)
-    try:
-        best = choose(build, automatic.machine, budget, keep=sets, usual=standard, limited=automatic.memory_budget is not None)
-    except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
-        best = {"bucket_bytes": 0, "prefetch": 0, "keep": (), "peak_gathered_bytes": least}
+    machine, least = automatic.machine, simulate(works, automatic.machine).peak_gathered_bytes
+    fixed = simulate(build(Options.bucket_bytes, Options.prefetch, None, usual or NOTHING), machine).peak_gathered_bytes
     limit = automatic.memory_budget  # no other bound: what is decided here may also hold for a graph that needs more
-    return Decision(best["bucket_bytes"], best["prefetch"], frozenset(best["keep"]), limit, budget - best["peak_gathered_bytes"])
+    budget = max(least, fixed) if limit is None else limit
+    if least > budget:
+        here = f"{budget} bytes here{automatic.beside}"
+        raise ValueError(f"option memory_budget: no plan keeps gathered weights within {here}; the least possible is {least}")
+    most = automatic.most_kept(least)
+    sets, order = ([NOTHING], []) if usual is None else (keeps(works, usual, most), order_of_keeping(works, most))
+    standard = (Options.bucket_bytes, Options.prefetch, usual if usual in sets else NOTHING)
+    try:
+        best = choose(build, machine, budget, keep=sets, usual=standard, limited=limit is not None)
+    except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
+        return Decision(0, 0, NOTHING, limit, budget - least)
+    keep = best.keep if limit is None else spend(build, machine, limit, best, order).keep
+    return Decision(best.bucket_bytes, best.prefetch, frozenset(keep), limit, budget - best.peak_gathered_bytes)

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compile import compat
 from fsdp_compile.api import add_casts, module_classes, owners_of, policy_of, specs_for
+from fsdp_compile.carried import Ledger
 from fsdp_compile.frame import Frame
 from fsdp_compile.options import Options, parse
 from fsdp_compile.passes.cost import Work, work_of
@@ -151,6 +152,7 @@ class _Capture:
     def __init__(self, opts: Options, subject: _Subject) -> None:
         self.opts, self.subject = opts, subject
         self.frames: list[_Explained] = []
+        self.ledger = Ledger({s.fqn: s.gathered_bytes for s in subject.sizes})
         self.error: Exception | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -171,7 +173,7 @@ class _Capture:
             paths = module_paths([decode(n.args[1]) for n in gm.graph.nodes if is_marker(n)])
         out = _Explained()
         keep = _Keeper(len(self.frames), out)
-        frame = Frame(len(self.frames), self.opts, paths, observe=keep, lower=False)
+        frame = Frame(len(self.frames), self.opts, paths, observe=keep, lower=False, ledger=self.ledger)
         with compat.eager_backward_compile():
             frame.compile(gm, inputs)
         for ends, done in zip(keep.ends, frame.schedules):

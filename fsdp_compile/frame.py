@@ -18,6 +18,7 @@ from torch import fx
 
 from fsdp_compile import compat, compat_compile, passes, runtime
 from fsdp_compile.autoplan import Automatic, decide
+from fsdp_compile.carried import WHOLE, Ledger, Share, ledger_of
 from fsdp_compile.guarded import Guarded, group_of
 from fsdp_compile.lead import Lead, lead_of
 from fsdp_compile.options import AUTO, ROWS_FROM, Options
@@ -53,6 +54,8 @@ class Frame:
     kept: frozenset[str] = frozenset()  # carried from forward to backward
     lead: Lead | None = None  # with option plan="auto": who decides
     held: int = 0  # bytes of gathered weights that no_sync(keep_bytes=...) holds
+    ledger: Ledger | None = None  # of what the model's graphs carry; None: that of the sharded model that the graph reads
+    share: Share = WHOLE  # of this graph
     decision: Decision | None = None  # what came of it
     ends_early: bool = False  # at a graph break: what it uses last is not what backward uses first
     schedules: list[Scheduled] = field(default_factory=list)
@@ -75,11 +78,15 @@ class Frame:
         plan = self.options.passes_plan(self.module_path, on_gloo)
         plan = replace(plan, lift=self.options.early_gathers and _on_cpu_ranks(specs, inputs))
         self._find_lead(specs, inputs)
+        ledger, reads, mode = self.ledger or ledger_of(gm), frozenset(s.fqn for s in specs), (torch.is_grad_enabled(), self.held)
+        self.share = ledger.share(reads, mode)
+        if self.lead:
+            self._budget()  # before anybody waits for a plan
         topic = _topic(gm, plan, self)
 
         def decided(graphs: Callable[[], list[tuple[str, fx.Graph]]], escaping: frozenset[str], usual: frozenset[str] | None) -> Decision:
             def run(machine: Machine) -> Decision:
-                automatic = Automatic(machine, self._budget(), self.held)
+                automatic = Automatic(machine, self._budget(), self.held, self.share)
                 found = decide(graphs(), plan, automatic, escaping, usual)
                 return found if usual is not None else replace(found, keep=self.kept)
 
@@ -107,7 +114,7 @@ class Frame:
                 raise ValueError(f"option memory_budget: what was planned for a graph that reads alike cannot be: {error}") from error
             graph_module.recompile()
             room = (budget, self.decision.left) if budget is not None and self.decision and not self.held else None
-            return replace(done, decision=self.decision, room=room)
+            return replace(done, decision=self.decision, room=room, carried=self.kept)
 
         def divide(joint: fx.GraphModule, cut: compat_compile.Cut) -> tuple[fx.GraphModule, fx.GraphModule]:
             escaping = self._may_escape(joint)
@@ -130,24 +137,24 @@ class Frame:
                 self.decision = self.lead.cached(topic, done.decision)
             if done.decision != self.decision:  # what rank 0 decided when this was compiled
                 raise compat_compile.cache_miss()
+            ledger.carry(reads, done.carried, mode)
             self.schedules.append(done)
             return Guarded(self.index, done, self.options.timeout_s, plan.lift, fn).wrapped()
 
         if self.options.lowering == "fx":
             return compat_compile.compile_fx_graphs(gm, inputs, transform, attach, self._joint, divide if self.lead else None)
         alone = all(s.world == 1 for s in specs)  # no schedule that Inductor's own order could undo
-        machine = (self.lead.calibration or "measured", self._budget()) if self.lead else None
+        machine = (self.lead.calibration or "measured", self._budget(), self._share()) if self.lead else None
         settings = compat_compile.Settings(
             {**({"reorder_for_peak_memory": True} if alone else {}), **self.options.inductor},
-            f"{sources_digest()} {plan} {written} {machine} {self.options.kept_bytes} {self.ends_early}" if self.cached else "",
+            f"{sources_digest()} {plan} {written} {machine} {self._keep_bytes()} {self.ends_early}" if self.cached else "",
             self.cached,
             self.lower,
         )
         return compat_compile.compile_inductor(gm, inputs, transform, attach, self._joint, settings, divide if self.lead else None)
 
     def _find_lead(self, specs: list[ParamSpec], inputs: Sequence[Any]) -> None:
-        """Whether the plan is decided now: wished, or else possible and this machine calibrated. Raises ValueError if
-        no_sync(keep_bytes=...) has taken the budget already."""
+        """Whether the plan is decided now: wished, or else possible and this machine calibrated."""
         group = _group_over(specs) if self.options.automatic or self.options.may_plan else None
         if group is None or group.size() == 1 or not self.lower:
             return
@@ -156,19 +163,31 @@ class Frame:
         if self.options.automatic or lead.calibration:
             self.options = replace(self.options, plan=AUTO)
             self.lead, self.held = lead, hold.held_bytes(group) if self.options.memory_budget is not None else 0
-            self._budget()
 
     def _budget(self) -> int | None:
         """What is left of option memory_budget. Raises ValueError if nothing is."""
-        budget = self.options.memory_budget
-        if budget is not None and self.held >= budget:
-            raise ValueError(f"option memory_budget: no_sync(keep_bytes=...) holds {self.held} bytes of weights already, of {budget}")
-        return None if budget is None else budget - self.held
+        budget, held, carried = self.options.memory_budget, self.held, self.share.carried
+        if budget is None:
+            return None
+        if held >= budget:
+            raise ValueError(f"option memory_budget: no_sync(keep_bytes=...) holds {held} bytes of weights already, of {budget}")
+        if held + carried >= budget:
+            raise ValueError(f"option memory_budget: earlier graphs of this model keep {carried} bytes for backward, of {budget}")
+        return budget - held - carried
+
+    def _share(self) -> Share | None:
+        """The share that is decided by: only a budget has any."""
+        return None if self.options.memory_budget is None else self.share
+
+    def _keep_bytes(self) -> int | None:
+        """What is left of option keep_bytes."""
+        nbytes = self.options.kept_bytes
+        return nbytes if nbytes is None else max(0, nbytes - self.share.carried)
 
     def _joint(self, graph: fx.Graph) -> None:
         self.observe("joint", graph, "joint")
         markers.erase_identities(graph)
-        self.kept = kept(graph, 0 if self.ends_early else self.options.kept_bytes, self.written.keep)
+        self.kept = kept(graph, 0 if self.ends_early else self._keep_bytes(), self.written.keep)
         self._keep(graph, self.kept)
         self.observe("tagged", graph, "joint")
 
@@ -198,7 +217,7 @@ def _topic(gm: fx.GraphModule, plan: Plan, frame: Frame) -> str:
             reads[n] = used[0]
         elif used and frame.options.memory_budget is not None:
             seen.append(used)
-    asked = repr((seen, plan, frame.options.memory_budget, frame.ends_early, torch.is_grad_enabled()))
+    asked = repr((seen, plan, frame.options.memory_budget, frame._share(), frame.ends_early, torch.is_grad_enabled()))
     return digest([re.sub(r" at 0x[0-9a-f]+", "", asked)])  # an unnamed callable says where it lies
 
 

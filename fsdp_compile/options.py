@@ -56,11 +56,12 @@ class Options:
 
     When it travels:
       prefetch                how many buckets ahead a gather is launched
-      limit_all_gathers       most bytes of gathered weights alive at once
+      limit_all_gathers       most bytes of gathered weights alive at once in one graph, beside those that it is handed
       limit_reduce_scatters   most bytes of reductions in flight
-      keep_bytes              most bytes of gathered weights carried from forward to backward: those used last, which backward uses
-                              first (0: every weight is gathered again; None: as many as one rank's shards take, or 0 where
-                              reshard_after_forward is True, a plan is given, gathers are limited or packed)
+      keep_bytes              most bytes of gathered weights carried from forward to backward, by all graphs of a model together:
+                              those used last, which backward uses first (0: every weight is gathered again; None: as many as one
+                              rank's shards take, or 0 where reshard_after_forward is True, a plan is given, gathers are limited or
+                              packed)
       early_gathers           the gathers that a graph waits for first start before it: at the end of the forward graph those of
                               backward, after the optimizer's step those of the next forward. These weights then stay gathered in
                               between; what was started before a shard was written is dropped. On CPU ranks
@@ -71,8 +72,8 @@ class Options:
                               `fsdp-compile calibrate` has measured it (measured in some seconds, if not); "fixed": by the options
                               above. None: "auto" where the machine is calibrated and, under the last two headings,
                               nothing is given but transport and embedding_rows; else "fixed"
-      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once; None: what
-                              plan="fixed" takes
+      memory_budget           with plan="auto", which it implies: most bytes of gathered weights alive at once, in all graphs of a
+                              model together; what it leaves is used to keep weights for backward. None: what plan="fixed" takes
 
     The rest:
       lowering                "inductor" or "fx" (runs the scheduled graph as it stands, with eager's kernels)

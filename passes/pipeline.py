@@ -89,7 +89,8 @@ class Collective:
 class Scheduled:
     """Result of `run_passes`: the collectives in launch order, what was gathered and reduced, the predicted peak, and the gathers that
     may start before the graph. ``room``: a memory budget and what the plan leaves of it, if one was given. ``exchanged``: the embeddings
-    whose rows it exchanges. ``decision``: what its plan was decided to be, if a planner has decided."""
+    whose rows it exchanges. ``decision``: what its plan was decided to be, if a planner has decided. ``carried``: FQNs of the weights that
+    stay gathered from forward to backward."""
 
     direction: str
     collectives: tuple[Collective, ...]
@@ -100,6 +101,7 @@ class Scheduled:
     room: tuple[int, int] | None = None
     exchanged: tuple[ParamSpec, ...] = ()
     decision: Decision | None = None
+    carried: frozenset[str] = frozenset()
 
 
 def run_passes(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from .cost import Work
 from .machine import Machine
@@ -50,21 +49,31 @@ def replanner(works: Iterable[Work], mode: str = "coalesced", exchange: bool = F
     return build
 
 
-def keeps(works: Iterable[Work], usual: frozenset[str] = NOTHING, shares: Sequence[float] = KEEP) -> list[frozenset[str]]:
+def keeps(
+    works: Iterable[Work], usual: frozenset[str] = NOTHING, most: int | None = None, shares: Sequence[float] = KEEP
+) -> list[frozenset[str]]:
     """What may be kept for backward, from nothing to everything: the last of forward, up to each share of the bytes that can be; and
-    ``usual``, what the default options keep."""
+    ``usual``, what the default options keep. ``most``: sets of more bytes are left out (None: none is)."""
     order = keepable([base_of(w) for w in works])
     total = sum(nbytes for _, nbytes in order)
-    out: dict[frozenset[str], None] = {}
-    for share in shares:
-        kept, left = set(), share * total
-        for fqn, nbytes in order:
-            if nbytes > left:
-                break
-            kept.add(fqn)
-            left -= nbytes
-        out[frozenset(kept)] = None
-    return list(out | {usual: None})
+    sets = dict.fromkeys([*(frozenset(_prefix(order, share * total)) for share in shares), usual])
+    return [s for s in sets if most is None or sum(nbytes for fqn, nbytes in order if fqn in s) <= most]
+
+
+def order_of_keeping(works: Iterable[Work], most: int | None = None) -> list[str]:
+    """What may be kept for backward, the last of forward first, as far as it takes no more than ``most`` bytes."""
+    order = keepable([base_of(w) for w in works])
+    return _prefix(order, sum(nbytes for _, nbytes in order) if most is None else most)
+
+
+def _prefix(order: Iterable[tuple[str, int]], nbytes: float) -> list[str]:
+    taken = []
+    for fqn, size in order:
+        if size > nbytes:
+            break
+        taken.append(fqn)
+        nbytes -= size
+    return taken
 
 
 def choose(
@@ -76,10 +85,9 @@ def choose(
     keep: Sequence[frozenset[str]] = (NOTHING,),
     usual: tuple[int | None, int, frozenset[str]] | None = None,
     limited: bool = True,
-) -> dict[str, Any]:
-    """The fastest plan whose gathered weights never take more than ``memory_budget`` bytes (None: any number), as a dict of
-    `Choice`'s fields; those named like options can be given to the backend. ``keep``: sets of weights to try to keep (`keeps`), the
-    smallest first.
+) -> Choice:
+    """The fastest plan whose gathered weights never take more than ``memory_budget`` bytes (None: any number). ``keep``: sets of weights
+    to try to keep (`keeps`), the smallest first.
 
     Buckets and prefetch are tried together with the first of ``keep``, then every ``keep`` with the best of them, then buckets and prefetch
     again with the best ``keep``: all combinations would take several times as long. Among plans within half a percent of the fastest,
@@ -94,14 +102,8 @@ def choose(
     def attempt(kept: frozenset[str], bucket_bytes: int | None, prefetch: int) -> None:
         if (kept, bucket_bytes, prefetch) in found:
             return
-        try:
-            works = build(bucket_bytes, prefetch, limit, kept)
-        except ValueError:
-            return
-        t = simulate(works, machine, limit_gathers=limit)
-        peak = t.peak_gathered_bytes
-        if memory_budget is None or peak <= memory_budget:
-            choice = Choice(bucket_bytes, prefetch, limit, tuple(sorted(kept)), t.step, t.exposed_seconds, peak)
+        choice = _tried(build, machine, bucket_bytes, prefetch, limit, kept)
+        if choice is not None and (memory_budget is None or choice.peak_gathered_bytes <= memory_budget):
             found[kept, bucket_bytes, prefetch] = choice
 
     def sweep(kept: frozenset[str]) -> None:
@@ -121,7 +123,33 @@ def choose(
         attempt(kept, bucket_bytes, prefetch)
         same = found.get((kept, bucket_bytes, prefetch))
         best = same if same is not None and same.seconds * (1 - SURE) <= best.seconds else best
-    return asdict(best)
+    return best
+
+
+def spend(build: Build, machine: Machine, memory_budget: int, choice: Choice, order: Sequence[str]) -> Choice:
+    """``choice`` with more weights kept for backward, as many of ``order`` as the budget has room for, unless that is predicted to be
+    slower: memory that is given is used to send less, which no prediction values fully where sending takes the processor."""
+    best, low, high = choice, 0, len(order)
+    while low < high:
+        n = (low + high + 1) // 2
+        more = _tried(build, machine, choice.bucket_bytes, choice.prefetch, choice.limit_all_gathers, {*choice.keep, *order[:n]})
+        if more is not None and more.peak_gathered_bytes <= memory_budget and more.seconds <= choice.seconds:
+            best, low = more, n
+        else:
+            high = n - 1
+    return best
+
+
+def _tried(
+    build: Build, machine: Machine, bucket_bytes: int | None, prefetch: int, limit: int | None, keep: Collection[str]
+) -> Choice | None:
+    """What a plan is predicted to do; None if the limit cannot be kept."""
+    try:
+        works = build(bucket_bytes, prefetch, limit, frozenset(keep))
+    except ValueError:
+        return None
+    t = simulate(works, machine, limit_gathers=limit)
+    return Choice(bucket_bytes, prefetch, limit, tuple(sorted(keep)), t.step, t.exposed_seconds, t.peak_gathered_bytes)
 
 
 def _best(found: Collection[Choice]) -> Choice:

@@ -46,6 +46,7 @@ class FSDPState:
     buffer_bytes: int
     padding_bytes: int
     given: Mapping[str, Any]  # the arguments of `fully_shard`, resolved
+    sizes: Mapping[str, int]  # parameter FQN → bytes when gathered
 
     def __post_init__(self) -> None:
         _states[next(_count)] = self

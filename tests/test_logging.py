@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fsdp_compile.passes.pipeline import op_difference
+from heard import heard
 from torch import nn
 
 from fsdp_compile import compat, explain, fully_shard, logs
@@ -122,15 +123,11 @@ class Broken(nn.Module):
 
 
 def breaks_twice() -> list[str]:
-    said: list[str] = []
     logs._breaks.clear()  # the worker has run other tests
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logs.log.addHandler(handler)
-    for _ in range(2):
-        torch._dynamo.reset()
-        torch.compile(fully_shard(Broken()), backend="fsdp", options={"lowering": "fx"})(torch.ones(2, 4))
-    logs.log.removeHandler(handler)
+    with heard(logs.log.name) as said:
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.compile(fully_shard(Broken()), backend="fsdp", options={"lowering": "fx"})(torch.ones(2, 4))
     return [line for line in said if "graph break" in line]
 
 

@@ -7,6 +7,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
+from heard import heard
 from test_bad_input import message
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -117,6 +118,26 @@ def test_more_models_of_a_class_than_dynamo_compiles(pool):
         assert said[:2] == ["", ""] and all("gave up at config.recompile_limit" in s for s in said[2:])
     for said in pool.run(2, one_after_the_other, True):
         assert said == [""] * 4, "sharded before, they share what was compiled"
+
+
+def function_for_many() -> list[list[str]]:
+    """What is said at the step of each model that one compiled function is given."""
+    fast = torch.compile(lambda model, x: model(x).sum(), backend="fsdp", options=FX)
+    said = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            model = models.mlp()
+            fast(model, BATCHES[0][0]).backward()
+            with heard() as lines:
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            said.append(list(lines))
+    return said
+
+
+def test_a_function_given_more_models_than_dynamo_compiles(pool):
+    for first, second, third in pool.run(2, function_for_many):
+        assert first == second == []
+        assert len(third) == 1 and "updates parameter 'a.weight' of a MLP on each rank alone" in third[0]
 
 
 def wrapped() -> str:

@@ -13,7 +13,7 @@ from fsdp_compile.passes.bucket import BucketPlan
 from fsdp_compile.passes.cost import Launch, Work, work_of
 from fsdp_compile.passes.machine import Link, Machine, Rates
 from fsdp_compile.passes.pipeline import Plan
-from fsdp_compile.passes.planner import NOTHING, SURE, choose, replanner
+from fsdp_compile.passes.planner import NOTHING, SURE, Choice, choose, keeps, order_of_keeping, replanner, spend
 from fsdp_compile.passes.replan import BASE, base_of, replan
 from fsdp_compile.passes.schedule import SchedulePlan
 from fsdp_compile.passes.simulate import simulate
@@ -110,13 +110,13 @@ def both() -> list[Work]:
 
 def test_a_fast_network_takes_the_least_memory() -> None:
     got = choose(replanner(both()), FAST, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
-    assert (got["bucket_bytes"], got["peak_gathered_bytes"]) == (BYTES, BYTES)
+    assert (got.bucket_bytes, got.peak_gathered_bytes) == (BYTES, BYTES)
 
 
 def test_latency_makes_larger_buckets_and_prefetch_worth_it() -> None:
     got = choose(replanner(both()), SLOW, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
-    assert got["bucket_bytes"] > BYTES
-    assert got["prefetch"] >= 1
+    assert got.bucket_bytes > BYTES
+    assert got.prefetch >= 1
 
 
 def test_the_usual_plan_unless_another_is_clearly_faster() -> None:
@@ -124,23 +124,45 @@ def test_the_usual_plan_unless_another_is_clearly_faster() -> None:
     little = Machine("net", Rates({"float64": 144.0}, 1e9), {"any": Link(0.02, 1e6)})
     usual = (0, 0, NOTHING)
     best, taken = choose(replanner(both()), little), choose(replanner(both()), little, usual=usual)
-    assert (taken["bucket_bytes"], taken["prefetch"]) == (0, 0) != (best["bucket_bytes"], best["prefetch"])
-    assert best["seconds"] < taken["seconds"] < best["seconds"] / (1 - SURE)
+    assert (taken.bucket_bytes, taken.prefetch) == (0, 0) != (best.bucket_bytes, best.prefetch)
+    assert best.seconds < taken.seconds < best.seconds / (1 - SURE)
     assert choose(replanner(both()), SLOW, usual=usual) == choose(replanner(both()), SLOW), "here it is slower by far"
     large = (100 * BYTES, 2, NOTHING)
-    assert choose(replanner(both()), little, usual=large)["bucket_bytes"] == large[0]
-    assert choose(replanner(both()), little, BYTES, usual=large)["peak_gathered_bytes"] == BYTES, "it does not fit the budget"
+    assert choose(replanner(both()), little, usual=large).bucket_bytes == large[0]
+    assert choose(replanner(both()), little, BYTES, usual=large).peak_gathered_bytes == BYTES, "it does not fit the budget"
 
 
 def test_the_budget_is_kept_and_costs_time() -> None:
     free = choose(replanner(both()), SLOW, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
     tight = choose(replanner(both()), SLOW, 2 * BYTES, buckets=(BYTES, 4 * BYTES, 100 * BYTES))
-    assert tight["peak_gathered_bytes"] <= 2 * BYTES == tight["limit_all_gathers"] < free["peak_gathered_bytes"]
-    assert tight["seconds"] > free["seconds"]
+    assert tight.peak_gathered_bytes <= 2 * BYTES == tight.limit_all_gathers < free.peak_gathered_bytes
+    assert tight.seconds > free.seconds
     with pytest.raises(ValueError, match=f"within {BYTES - 1} bytes"):
         choose(replanner(both()), SLOW, BYTES - 1)
     with pytest.raises(ValueError, match="must be positive"):
         choose(replanner(both()), SLOW, 0)
+
+
+def spent(budget: int, machine: Machine = FAST) -> tuple[Choice, Choice]:
+    build = replanner(both())
+    choice = choose(build, machine, budget, usual=(0, 1, NOTHING))
+    return choice, spend(build, machine, budget, choice, order_of_keeping(both()))
+
+
+def test_what_the_budget_leaves_is_spent() -> None:
+    before, after = spent(1 << 30)
+    assert not before.keep and set(after.keep) == set(order_of_keeping(both())) and after.seconds <= before.seconds
+    before, after = spent(4 * BYTES)
+    assert set(after.keep) == set(order_of_keeping(both(), 3 * BYTES)) and after.peak_gathered_bytes <= 4 * BYTES
+    before, after = spent(BYTES)
+    assert after == before
+
+
+def test_a_graph_keeps_no_more_than_its_share() -> None:
+    assert order_of_keeping(both(), BYTES - 1) == []
+    assert len(order_of_keeping(both(), 2 * BYTES + 1)) == 2
+    largest = max(keeps(both(), frozenset(order_of_keeping(both())), 4 * BYTES), key=len)
+    assert largest == frozenset(order_of_keeping(both(), 4 * BYTES)[: len(largest)]) and len(largest) <= 4
 
 
 def test_nothing_better_among_all_candidates_and_always_the_same() -> None:
@@ -149,7 +171,7 @@ def test_nothing_better_among_all_candidates_and_always_the_same() -> None:
     got = choose(build, SLOW, buckets=buckets, prefetches=prefetches)
     assert got == choose(replanner(both()), SLOW, buckets=buckets, prefetches=prefetches)
     every = [simulate(build(b, p, None, NOTHING), SLOW).step for b in buckets for p in prefetches]
-    assert min(every) <= got["seconds"] <= min(every) * 1.005
+    assert min(every) <= got.seconds <= min(every) * 1.005
 
 
 def test_a_large_model_in_time() -> None:
@@ -159,4 +181,4 @@ def test_a_large_model_in_time() -> None:
     began = time.process_time()
     got = choose(replanner([base]), SLOW, buckets=(None, *(1 << i for i in range(7, 16))))
     assert time.process_time() - began < 5
-    assert got["prefetch"] >= 1
+    assert got.prefetch >= 1

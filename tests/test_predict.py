@@ -104,7 +104,7 @@ def test_a_limit_is_blamed() -> None:
 def test_a_plan_for_a_model() -> None:
     base = report(bucket_bytes=0, prefetch=0, limit_reduce_scatters=1 << 62)
     found = choose(replanner(g.work for g in base.graphs), MACHINE, memory_budget=4 * 64 * 128 * 2)
-    options = {k: found[k] for k in ("bucket_bytes", "prefetch", "limit_all_gathers")}
+    options = {k: getattr(found, k) for k in ("bucket_bytes", "prefetch", "limit_all_gathers")}
     real = explain(mlp(), torch.zeros(8, 64), world_size=4, lowering="fx", **options)
-    assert real.peak_gathered_bytes == found["peak_gathered_bytes"]
-    assert real.simulate(MACHINE, "none").step == pytest.approx(found["seconds"])
+    assert real.peak_gathered_bytes == found.peak_gathered_bytes
+    assert real.simulate(MACHINE, "none").step == pytest.approx(found.seconds)

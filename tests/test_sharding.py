@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import models
 import parity
 import pytest
 import torch
 import torch.nn.functional as F
 from fsdp_compile.runtime.sharding import state_of
+from heard import heard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -195,15 +194,6 @@ def test_meta_device_model(pool):
     pool.run(3, meta_device)
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def seeds(sync: bool) -> list[str]:
     rank = torch.distributed.get_rank()
     model = models.mlp()
@@ -211,19 +201,15 @@ def seeds(sync: bool) -> list[str]:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(rank)
-    log = _Records()
-    logging.getLogger("fsdp_compile").addHandler(log)
-    try:
+    with heard() as said:
         fully_shard(model, sync_module_states=sync)
-    finally:
-        logging.getLogger("fsdp_compile").removeHandler(log)
     for n, p in models.mlp().named_parameters():
         spec_rows = model.get_parameter(n).to_local().shape[0]
         chunk = -(-p.shape[0] // 2)
         mine = p.detach()[rank * chunk : rank * chunk + spec_rows] + (0 if sync else rank)
         assert torch.equal(model.get_parameter(n).to_local(), mine), n
     assert model.count.tolist() == [5, 0 if sync else rank]
-    return log.texts
+    return said
 
 
 def test_rank_zero_values_are_used_and_said(pool):
