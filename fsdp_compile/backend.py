@@ -16,9 +16,10 @@ from fsdp_compile import compat
 
 compat.check_torch_version()
 
+from fsdp_compile.apart import check_step  # noqa: E402
 from fsdp_compile.frame import Frame, specs_of  # noqa: E402
 from fsdp_compile.logs import anybody_watches, backend_observer, configure, report_break  # noqa: E402
-from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, refuse_unsharded_step, shard_owner, shard_running  # noqa: E402
+from fsdp_compile.oneliner import plain_parameters, refuse_other_sharding, shard_owner, shard_running  # noqa: E402
 from fsdp_compile.options import Options, parse  # noqa: E402
 from fsdp_compile.paths import module_paths  # noqa: E402
 from fsdp_compile.runtime.early import after_step  # noqa: E402
@@ -71,8 +72,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "backend 'fsdp' does not support compiled autograd (torch._dynamo.config.compiled_autograd)"
             )
     plain = [p for g in optimizer.param_groups for p in g["params"] if type(p) is torch.nn.Parameter]
-    if any(p.grad is not None and p.grad.any() for p in plain):  # with zeros torch's `get_state_dict` makes an optimizer's state
-        refuse_unsharded_step(optimizer, fsdp)
+    moved = [p for p in plain if p.grad is not None and p.grad.any()]  # with zeros torch's `get_state_dict` makes an optimizer's state
+    if moved:
+        check_step(plain, moved, fsdp)
         _stepped.add(optimizer)
     elif not plain:
         _stepped.add(optimizer)

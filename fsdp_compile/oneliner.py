@@ -8,9 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile import compat
 from fsdp_compile.api import policy_of, shard
@@ -19,7 +17,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.runtime.sharding import is_shard, state_of
 
 log = logging.getLogger("fsdp_compile")
-_by_function: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()  # classes of plain models that compiled functions have sharded
+by_function: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()  # classes of plain models that compiled functions have sharded
 
 
 def plain_parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
@@ -63,37 +61,6 @@ def _refuse_late_casts(options: Options) -> None:
         )
 
 
-def refuse_unsharded_step(optimizer: torch.optim.Optimizer, backend: Callable[..., Any]) -> None:
-    """Raise RuntimeError, naming a parameter, if ``optimizer`` is about to update parameters of a model that was compiled with this
-    backend but never sharded, because Dynamo found nothing in it to trace or compiles no more: each rank would train a model of its own.
-    Warn of a model that is like those that a compiled function has sharded."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    plain = {id(p) for g in optimizer.param_groups for p in g["params"] if not isinstance(p, DTensor)}
-    for root in compat.compiled_modules(backend) if plain else ():
-        if any(state_of(m) is not None for m in root.modules()):
-            continue
-        for name, p in root.named_parameters():
-            if id(p) in plain:
-                raise RuntimeError(
-                    f"{type(root).__name__} was compiled with backend='fsdp' but is not sharded: Dynamo found nothing to trace in it, or "
-                    "gave up at config.recompile_limit (it has warned then: each model of a class takes one compilation), or it was not "
-                    f"called; and this step would update {name!r} on each rank alone. Call fsdp_compile.fully_shard(model) first, which "
-                    "needs no trace, and lets models of one class share their compiled code"
-                )
-    for root in instances(nn.Module) if plain and _by_function else ():
-        name = next((n for n, p in root.named_parameters() if id(p) in plain), None) if type(root) in _by_function else None
-        if name is not None:  # perhaps on purpose: a warning is all that can be said
-            log.warning(
-                "this step updates parameter %r of a %s on each rank alone. Other models of this class have been sharded by a compiled "
-                "function; if this one was to be, too, Dynamo has given up compiling for more of them (config.recompile_limit; it has "
-                "warned then): call fsdp_compile.fully_shard(model) first, or torch.compile(..., recompile_limit=64)",
-                name,
-                type(root).__name__,
-            )
-            return
-
-
 def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
     """Shard the model that owns ``params`` in place. Returns False if they are parameters that a sharded model ignores on purpose.
 
@@ -112,7 +79,7 @@ def shard_owner(params: list[nn.Parameter], options: Options) -> bool:
                 continue
             _refuse_late_casts(options)
             if all(root is not m for m in compat.compiled_modules()):
-                _by_function.add(type(root))
+                by_function.add(type(root))
             shard(root, in_flight=True, **options.shard_args())
             done = True
         return done

@@ -7,7 +7,6 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from heard import heard
 from test_bad_input import message
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -52,92 +51,6 @@ def first_step_counts(before: bool, after: bool) -> None:
 @pytest.mark.parametrize("before, after", [(False, True), (True, False), (True, True)])
 def test_gradients_of_eager_reads_before_the_first_graph(pool, before, after):
     pool.run(2, first_step_counts, before, after)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(10, 10), nn.Linear(10, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(x)[0])
-
-
-class Broken(nn.Module):
-    """Dynamo leaves out a frame that breaks within a loop, and torch's own containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.GELU()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            torch._dynamo.graph_break()
-        return x
-
-
-def never_traced() -> dict[str, str]:
-    out = {}
-    for name, model in (("helper", Helped(False, False)), ("rnn", Recurrent()), ("loop", Broken())):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fast = torch.compile(model, backend="fsdp", options=FX)
-        fast(BATCHES[0][0]).sum().backward()
-        out[name] = message(optimizer.step)
-        other = nn.Linear(2, 2)
-        other(torch.ones(1, 2)).sum().backward()
-        torch.optim.SGD(other.parameters(), lr=0.1).step()  # a model that nobody compiled is none of our business
-    return out
-
-
-def test_a_model_in_which_nothing_is_traced_cannot_train_apart(pool):
-    for said in pool.run(2, never_traced):
-        assert "Helped was compiled with backend='fsdp' but is not sharded" in said["helper"] and "'a.weight'" in said["helper"]
-        assert "'blocks.0.0.weight' on each rank alone" in said["loop"]
-        assert "'rnn.weight_ih_l0' on each rank alone. Call fsdp_compile.fully_shard(model) first" in said["rnn"]
-
-
-def one_after_the_other(sharded: bool) -> list[str]:
-    said = []
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(4):
-            model = fully_shard(models.mlp()) if sharded else models.mlp()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            fast = torch.compile(model, backend="fsdp", options=FX)
-            fast(BATCHES[0][0]).sum().backward()
-            try:
-                optimizer.step()
-                said.append("")
-            except RuntimeError as e:
-                said.append(str(e))
-    return said
-
-
-def test_more_models_of_a_class_than_dynamo_compiles(pool):
-    for said in pool.run(2, one_after_the_other, False):
-        assert said[:2] == ["", ""] and all("gave up at config.recompile_limit" in s for s in said[2:])
-    for said in pool.run(2, one_after_the_other, True):
-        assert said == [""] * 4, "sharded before, they share what was compiled"
-
-
-def function_for_many() -> list[list[str]]:
-    """What is said at the step of each model that one compiled function is given."""
-    fast = torch.compile(lambda model, x: model(x).sum(), backend="fsdp", options=FX)
-    said = []
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(3):
-            model = models.mlp()
-            fast(model, BATCHES[0][0]).backward()
-            with heard() as lines:
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-            said.append(list(lines))
-    return said
-
-
-def test_a_function_given_more_models_than_dynamo_compiles(pool):
-    for first, second, third in pool.run(2, function_for_many):
-        assert first == second == []
-        assert len(third) == 1 and "updates parameter 'a.weight' of a MLP on each rank alone" in third[0]
 
 
 def wrapped() -> str:
