@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ import torch
 import torch.distributed as dist
 from fsdp_compile.passes.machine import Link, Machine, Rates
 from fsdp_compile.passes.pipeline import Plan, run_passes
+from fsdp_compile.runtime.communicator import communicator
 from graphs import capture, chain
 from parity import Case, check
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import explain, fully_shard, make_plan
 from fsdp_compile.autoplan import Automatic, decide
 from fsdp_compile.calibrate import CalibrateConfig, cache_file
+from fsdp_compile.lead import _measured as measured
 from fsdp_compile.options import parse
 from fsdp_compile.validate_worker import GatheredBytes
 
@@ -135,6 +139,24 @@ def test_parity(pool, tmp_path: Path, world: int, options: dict[str, Any]) -> No
 def test_parity_measured_here(pool, lowering) -> None:
     """Without a calibration: measured when it is first needed, on a number of ranks, too, that divides no power of two."""
     check(pool, Case(models.mlp, models.vector_batch, models.square_loss), 3, lowering=lowering, options={"plan": "auto"})
+
+
+def grown() -> float:
+    """MB by which this process is larger after measuring."""
+
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    group = communicator(init_device_mesh("cpu", (dist.get_world_size(),)), 60.0)  # one-threaded: docs/known-issues.md
+    before = resident()
+    measured(group, "cpu")
+    return resident() - before
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and asks glibc to give memory back")
+def test_measuring_leaves_no_memory_behind(pool) -> None:
+    assert max(pool.run(2, grown)) < 200
 
 
 def peaks(folder: str, budget: int | None) -> int:

@@ -98,8 +98,10 @@ def bytes_of(widths: tuple[int, ...]) -> int:
     return sum(4 * p.numel() for p in trunk(widths).parameters())
 
 
-@pytest.mark.parametrize("widths", [(14, 14, 14, 14), (10, 12, 14, 40)], ids=["alike", "the last is the largest"])
-@pytest.mark.parametrize("share", [0.5, 0.8, 2.0])
+ALIKE, LAST_LARGEST = (14, 14, 14, 14), (10, 12, 14, 40)
+
+
+@pytest.mark.parametrize("widths, share", [(ALIKE, 0.8), (LAST_LARGEST, 0.5), (LAST_LARGEST, 2.0)])
 def test_one_budget_for_all_blocks(pool, tmp_path: Path, widths: tuple[int, ...], share: float) -> None:
     budget = int(share * bytes_of(widths))
     want = pool.run(2, block_by_block, str(tmp_path), widths, {"plan": "fixed", "keep_bytes": 0})
@@ -110,7 +112,7 @@ def test_one_budget_for_all_blocks(pool, tmp_path: Path, widths: tuple[int, ...]
 
 
 def test_keep_bytes_holds_for_all_blocks(pool, tmp_path: Path) -> None:
-    widths = (14, 14, 14, 14)
+    widths = ALIKE
     peaks = {}
     for kept in (0, bytes_of(widths) // 2, bytes_of(widths)):
         peaks[kept] = max(max(p) for p, _ in pool.run(2, block_by_block, str(tmp_path), widths, {"keep_bytes": kept}))
