@@ -49,12 +49,12 @@ class Automatic:
         kept = [f"{self.share.carried} that earlier graphs of this model keep for backward"] if self.share.carried else []
         return f", beside {' and '.join(held + kept)}" if held or kept else ""
 
-    def most_kept(self, least: int) -> int | None:
-        """Most bytes to keep for backward in a graph that needs ``least`` at once: its share of what the budget leaves beside the largest
-        weight, so that later graphs find room. None: only the budget itself limits it."""
+    @property
+    def most_kept(self) -> int | None:
+        """Most bytes to keep for backward, so that later graphs find room. None: only the budget itself limits it."""
         if self.memory_budget is None or self.share.part == 1:
             return None
-        return int(self.share.part * max(0, self.memory_budget - max(least, self.share.largest)))
+        return int(self.share.part * max(0, self.memory_budget - self.share.ahead))
 
 
 def decide(
@@ -83,7 +83,7 @@ def decide(
     if least > budget:
         here = f"{budget} bytes here{automatic.beside}"
         raise ValueError(f"option memory_budget: no plan keeps gathered weights within {here}; the least possible is {least}")
-    most = automatic.most_kept(least)
+    most = automatic.most_kept
     sets, order = ([NOTHING], []) if usual is None else (keeps(works, usual, most), order_of_keeping(works, most))
     standard = (Options.bucket_bytes, Options.prefetch, usual if usual in sets else NOTHING)
     try:

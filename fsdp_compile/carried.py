@@ -24,14 +24,14 @@ from fsdp_compile.runtime.sharding import FSDPState, owners_of, state_of
 @dataclass(frozen=True)
 class Share:
     """Of one graph. ``carried``: bytes that earlier graphs carry; ``part``: which part (0 to 1) of what they leave it may carry itself;
-    ``largest``: bytes of the model's largest weight, which some graph has to gather beside all that is carried."""
+    ``ahead``: bytes of the largest weight that is still unread, which a later graph has to gather beside all that is carried."""
 
     carried: int = 0
     part: float = 1.0
-    largest: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
-        if self.carried < 0 or self.largest < 0 or not 0 <= self.part <= 1:
+        if self.carried < 0 or self.ahead < 0 or not 0 <= self.part <= 1:
             raise ValueError(f"not a share: {self}")
 
 
@@ -59,9 +59,9 @@ class Ledger:
                 read |= theirs
                 carried |= kept
         self._kept.setdefault((mode, mine), set())
-        left = sum(nbytes for fqn, nbytes in self.sizes.items() if fqn in mine or fqn not in read)
+        unread = [nbytes for fqn, nbytes in self.sizes.items() if fqn not in read | mine]
         own = self._bytes(mine)
-        return Share(self._bytes(carried - mine), own / left if left else 1.0, max(self.sizes.values(), default=0))
+        return Share(self._bytes(carried - mine), own / (own + sum(unread)) if any(unread) else 1.0, max(unread, default=0))
 
     def carry(self, fqns: Iterable[str], kept: Iterable[str], mode: object = None) -> None:
         """Note that the graph that reads ``fqns`` carries ``kept``."""

@@ -19,34 +19,34 @@ SIZES = {"a": 40, "b": 30, "c": 20, "d": 10}
 
 def test_each_graph_has_a_part_of_what_is_left() -> None:
     ledger = Ledger(SIZES)
-    assert ledger.share("a") == Share(0, 0.4, 40)
+    assert ledger.share("a") == Share(0, 0.4, 30)
     ledger.carry("a", "a")
-    assert ledger.share("bc") == Share(40, 50 / 60, 40)
+    assert ledger.share("bc") == Share(40, 50 / 60, 10)
     ledger.carry("bc", "c")
-    assert ledger.share("d") == Share(60, 1.0, 40)
-    assert ledger.share("a") == Share(0, 0.4, 40), "compiled again: what comes after it is not before it"
-    assert ledger.share("bc") == Share(40, 50 / 60, 40)
+    assert ledger.share("d") == Share(60, 1.0, 0)
+    assert ledger.share("a") == Share(0, 0.4, 30), "compiled again: what comes after it is not before it"
+    assert ledger.share("bc") == Share(40, 50 / 60, 10)
 
 
 def test_a_graph_that_reads_all_has_everything() -> None:
     ledger = Ledger(SIZES)
     assert ledger.share(SIZES).part == 1
     ledger.carry(SIZES, "abc")
-    assert ledger.share("abc") == Share(0, 1.0, 40), "another way through the same weights: theirs are not alive beside these"
-    assert ledger.share("bcd") == Share(40, 1.0, 40)
+    assert ledger.share("abc") == Share(0, 1.0, 0), "another way through the same weights: theirs are not alive beside these"
+    assert ledger.share("bcd") == Share(40, 1.0, 0)
 
 
 def test_graphs_of_another_mode_do_not_run_in_between() -> None:
     ledger = Ledger(SIZES)
     ledger.carry(SIZES, "abcd", mode="evaluation")
-    assert ledger.share("a", mode="training") == Share(0, 0.4, 40)
+    assert ledger.share("a", mode="training") == Share(0, 0.4, 30)
 
 
 def test_nothing_is_known() -> None:
-    assert Ledger({}).share("a") == Share(0, 1.0, 0)
+    assert Ledger({}).share("a") == Ledger({"b": 0}).share("a") == Share(0, 1.0, 0)
 
 
-@pytest.mark.parametrize("bad", [{"carried": -1}, {"part": 1.1}, {"largest": -1}])
+@pytest.mark.parametrize("bad", [{"carried": -1}, {"part": 1.1}, {"ahead": -1}])
 def test_a_share_checks_itself(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a share"):
         Share(**bad)
