@@ -104,13 +104,15 @@ def register_collectives() -> None:
 
 
 def make_boxed(gm: torch.fx.GraphModule) -> Callable[..., Any]:
-    """``gm`` as AOTAutograd calls it: one list of arguments, emptied as they are taken, so that inputs can be freed early."""
+    """``gm`` as AOTAutograd calls it: one list of arguments, emptied as they are taken, so that each is freed after its last use. (Called
+    with its arguments one by one, the tuples of the callers would hold them all to the end: what is kept for backward, too.)"""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
 
     def run(args: list[Any]) -> Any:
-        own = list(args)
-        args.clear()
-        return gm(*own)
+        return gm(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
