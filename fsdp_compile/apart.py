@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,14 +19,17 @@ from fsdp_compile.runtime.sharding import state_of, states
 log = logging.getLogger("fsdp_compile")
 
 
-def check_step(plain: Iterable[nn.Parameter], moved: Iterable[nn.Parameter], backend: Callable[..., Any]) -> None:
+def check_step(
+    optimizer: torch.optim.Optimizer, plain: Iterable[nn.Parameter], moved: Iterable[nn.Parameter], backend: Callable[..., Any]
+) -> None:
     """Look at an optimizer's ``plain`` parameters, of which ``moved`` have gradients. Each rank would train a copy of its own, in silence:
 
     * of a model that was compiled with ``backend`` but never sharded, because Dynamo found nothing in it to trace or compiles no more:
       RuntimeError, naming a parameter;
     * of what lies beside the sharded parts of a model, such as the embedding where only blocks were compiled: RuntimeError, naming a
       parameter, unless it is among ``ignored_params`` or in DistributedDataParallel's hands;
-    * of a model that is like others which a compiled function has sharded: that may be meant, and is said in a warning."""
+    * of a model that is like others which a compiled function has sharded, or of anything else in one optimizer with sharded parameters
+      (a loss): that may be meant, and is said in a warning."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     _refuse_unsharded({id(p) for p in plain}, backend)
@@ -36,11 +40,20 @@ def check_step(plain: Iterable[nn.Parameter], moved: Iterable[nn.Parameter], bac
     modules = [m for m in instances(nn.Module) if not compat.is_optimized(m)]
     left -= {id(p) for m in modules if isinstance(m, DistributedDataParallel) for p in m.parameters()}
     inner = {id(c) for m in modules for c in m.children()}
+    said = not any(hasattr(p, "_fsdp_spec") for g in optimizer.param_groups for p in g["params"])
     for root in modules:
         names = [] if id(root) in inner else [n for n, p in root.named_parameters() if id(p) in left]
         if names:
             _refuse_beside(root, names)
-            _warn_of_class(root, names)
+            said = _warn_of_class(root, names) or said
+    if left and not said:
+        first = next((n for m in modules if id(m) not in inner for n, p in m.named_parameters() if id(p) in left), "(of no module)")
+        log.warning(
+            "this optimizer updates %d plain parameters, such as %r, on each rank alone, beside sharded ones: average their gradients "
+            "(DistributedDataParallel, or fully_shard for their module), or name them in ignored_params if you do so already",
+            len(left),
+            first,
+        )
 
 
 def _refuse_unsharded(plain: set[int], backend: Callable[..., Any]) -> None:
@@ -67,7 +80,7 @@ def _refuse_beside(root: nn.Module, names: list[str]) -> None:
         )
 
 
-def _warn_of_class(root: nn.Module, names: list[str]) -> None:
+def _warn_of_class(root: nn.Module, names: list[str]) -> bool:
     if type(root) in by_function:
         log.warning(
             "this step updates parameter %r of a %s on each rank alone. Other models of this class have been sharded by a compiled "
@@ -76,3 +89,4 @@ def _warn_of_class(root: nn.Module, names: list[str]) -> None:
             names[0],
             type(root).__name__,
         )
+    return type(root) in by_function

@@ -56,14 +56,15 @@ def fsdp(
     return compiled
 
 
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # and how many parameters it had
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     release_followed()
-    if optimizer in _stepped or len(args) > 1 or kwargs.get("closure") is not None:
+    count = sum(len(g["params"]) for g in optimizer.param_groups)
+    if _checked.get(optimizer) == count or len(args) > 1 or kwargs.get("closure") is not None:
         return  # a closure may be what calls the model for the first time
     for p in (p for g in optimizer.param_groups for p in g["params"]):
         if undelivered(p):
@@ -74,10 +75,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     plain = [p for g in optimizer.param_groups for p in g["params"] if type(p) is torch.nn.Parameter]
     moved = [p for p in plain if p.grad is not None and p.grad.any()]  # with zeros torch's `get_state_dict` makes an optimizer's state
     if moved:
-        check_step(plain, moved, fsdp)
-        _stepped.add(optimizer)
-    elif not plain:
-        _stepped.add(optimizer)
+        check_step(optimizer, plain, moved, fsdp)
+    if moved or not plain:
+        _checked[optimizer] = count
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -11,6 +11,7 @@ by its topic, a digest of what a graph asks to communicate, in which no size of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import json
@@ -30,6 +31,7 @@ from fsdp_compile.passes.pipeline import Decision
 from fsdp_compile.runtime.agree import RankMismatch, agree
 
 log = logging.getLogger("fsdp_compile")
+SOON_S = 30.0  # whoever waits longer for rank 0 says so
 QUICK = {"repeats": 2, "sizes": 6, "largest": 4 << 20, "dtypes": ("float32",)}  # of a calibration that nobody asked for
 
 
@@ -107,7 +109,11 @@ class Lead:
     def _hear(self, key: str) -> str:
         store = self._store()
         try:
-            store.wait([key], datetime.timedelta(seconds=self.timeout_s))
+            with contextlib.suppress(dist.DistStoreError, RuntimeError):
+                store.wait([key], datetime.timedelta(seconds=min(SOON_S, self.timeout_s)))
+            if not store.check([key]):
+                log.warning("rank %d waits for rank 0 to plan a graph, for at most %g s (option timeout_s)", self._rank, self.timeout_s)
+            store.wait([key], datetime.timedelta(seconds=max(0.001, self.timeout_s - SOON_S)))
         except (dist.DistStoreError, RuntimeError) as e:
             raise RankMismatch(
                 f"rank 0 of group {self._name!r} has not planned the graph that rank {self._rank} compiles within "

@@ -44,7 +44,8 @@ class WithLoss(nn.Module):
 
 
 class GatheredBytes(TorchDispatchMode):
-    """Most bytes of gathered weights alive at once while it is active: counted at each all-gather, when they can only grow."""
+    """Most bytes of gathered weights alive at once while it is active: counted at each all-gather, when they can only grow. A buffer that
+    Inductor uses again for something else still counts (option ``inductor={"allow_buffer_reuse": False, "inplace_buffers": False}``)."""
 
     def __init__(self) -> None:
         super().__init__()

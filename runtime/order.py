@@ -9,12 +9,19 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import re
 
 import torch
 import torch.distributed as dist
 
 from .agree import RankMismatch, agree
 from .communicator import control_group
+
+_EAGER = re.compile(r"^ *rank \d+: eager$", re.MULTILINE)
+_HINT = (
+    "\nOne rank runs code eagerly that the other runs compiled: perhaps Dynamo has reached config.recompile_limit there and not here (it "
+    "has warned then; graphs for other sizes and for no_grad count): torch.compile(..., recompile_limit=64)"
+)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,7 +51,10 @@ def same_on_all_ranks(
         raise _lost(group, title, lines, timeout_s, e) from e
     alike = (everyone == everyone[0]).all(0).tolist()
     if not alike[0]:
-        agree(control, "graph", [title.split(" ")[0], *lines], timeout_s)  # raises, with the first difference
+        try:
+            agree(control, "graph", [title.split(" ")[0], *lines], timeout_s)  # raises, with the first difference
+        except RankMismatch as e:
+            raise RankMismatch(f"{e}{_HINT if _EAGER.search(str(e)) else ''}") from e.__cause__
     return tuple(same and offer != 0 for same, offer in zip(alike[1:], offers))
 
 

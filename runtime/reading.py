@@ -210,13 +210,13 @@ def fill_table(module: nn.Module) -> None:
         leaves = {n: getattr(p, "_fsdp_shard", None) if p is not None and p.requires_grad else None for n, p in module._parameters.items()}
         module.__dict__["_fsdp_leaves"] = leaves
         module.__dict__["_fsdp_specs"] = {n: module._parameters[n]._fsdp_spec for n, leaf in leaves.items() if leaf is not None}  # type: ignore[union-attr]
-        for n, p in module._parameters.items():
-            if leaves[n] is not None:
+        for p in module._parameters.values():
+            if hasattr(p, "_fsdp_owners"):
                 p._fsdp_owners.add(module)  # type: ignore[union-attr]
 
 
 def _owners(params: Iterable[Any]) -> list[nn.Module]:
-    """The modules whose tables have these parameters' leaves: of a tied one several, which must all see a new leaf."""
+    """The modules that hold these parameters: of a tied one several, which must all see a new leaf."""
     return [m for p in params for m in getattr(p, "_fsdp_owners", ())]
 
 

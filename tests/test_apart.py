@@ -152,7 +152,9 @@ def beside() -> dict[str, str]:
     model = Parts()
     model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
     out["ddp"] = step_of(model)
-    out["elsewhere"] = step_of(fully_shard(Parts()), nn.Linear(3, 2))
+    with heard() as warned:
+        out["elsewhere"] = step_of(fully_shard(Parts()), nn.Linear(3, 2))
+    assert len(warned) == 1 and "updates 2 plain parameters, such as 'weight', on each rank alone" in warned[0]
     frozen = Parts()
     frozen.head.requires_grad_(False)
     out["frozen"] = step_of(frozen)
@@ -161,6 +163,14 @@ def beside() -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (torch.compile(model, backend="fsdp", options=FX)(BATCHES[0][0]) * model.temperature).sum().backward()
     out["added"] = said_at(optimizer)
+    model = fully_shard(Parts())
+    fast, optimizer = torch.compile(model, backend="fsdp", options=FX), torch.optim.SGD(model.parameters(), lr=0.1)
+    fast(BATCHES[0][0]).sum().backward()
+    out["before the group is added"] = said_at(optimizer)
+    model.extra = nn.Linear(3, 2)
+    optimizer.add_param_group({"params": list(model.extra.parameters())})
+    model.extra(fast(BATCHES[0][0])).sum().backward()
+    out["group"] = said_at(optimizer)
     return out
 
 
@@ -168,6 +178,7 @@ def test_what_lies_beside_the_sharded_parts_of_a_model(pool):
     for said in pool.run(2, beside):
         assert "parameter 'head.weight' of Parts is not sharded although 'blocks.0' is (2 such parameters)" in said.pop("plain")
         assert "parameter 'temperature' of FSDPParts is not sharded although 'the rest' is (1 such" in said.pop("added")
+        assert "parameter 'extra.weight' of FSDPParts is not sharded" in said.pop("group")
         assert said == dict.fromkeys(said, "nothing")
 
 

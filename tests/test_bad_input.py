@@ -232,6 +232,19 @@ def test_ranks_with_different_graphs(pool):
         assert "one.weight" in text and "two.weight" in text
 
 
+def one_eager() -> str:
+    """A rank whose code Dynamo no longer compiles."""
+    model = fully_shard(Branches())
+    fast = torch.compile(model, backend="fsdp", options=FX)
+    fast(X, 0)
+    return message(fast if dist.get_rank() == 0 else model, X, 0)
+
+
+def test_a_rank_that_runs_eagerly_what_another_has_compiled(pool):
+    for text in pool.run(2, one_eager):
+        assert "rank 0: forward" in text and "rank 1: eager" in text and "config.recompile_limit" in text
+
+
 def turn_apart(width: int, disabled: bool) -> tuple[str, float]:
     """All ranks know both branches; then each takes another one. With ``width`` 4 both branches' collectives have equal sizes."""
     model = fully_shard(Branches(width))

@@ -68,15 +68,20 @@ class Trunk(nn.Module):
         return x
 
 
-def trunk(widths: tuple[int, ...]) -> nn.Module:
+def trunk(widths: tuple[int, ...], frozen: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return Trunk(widths)
+    model = Trunk(widths)
+    for b in list(model.blocks)[1:-1] if frozen else ():
+        b.requires_grad_(False)
+    return model
 
 
-def block_by_block(folder: str, widths: tuple[int, ...], options: dict[str, Any]) -> tuple[list[int], list[torch.Tensor]]:
+def block_by_block(
+    folder: str, widths: tuple[int, ...], options: dict[str, Any], frozen: bool = False
+) -> tuple[list[int], list[torch.Tensor]]:
     """(most gathered bytes alive in steps of 12 rows and of 6, gradients) of a model whose blocks are compiled one by one, and once more
     for 6 rows."""
-    model = fully_shard(trunk(widths))
+    model = fully_shard(trunk(widths, frozen))
     for b in model.blocks:  # type: ignore[union-attr]
         b.compile(backend="fsdp", options={"lowering": "fx", **options})
     peaks, grads = [], []
@@ -89,7 +94,7 @@ def block_by_block(folder: str, widths: tuple[int, ...], options: dict[str, Any]
                 with GatheredBytes() as seen:
                     model(x).square().mean().backward()
                 found.append(seen.peak)
-                grads += [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+                grads += [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]  # type: ignore[union-attr]
             peaks.append(min(found[1:]))
     return peaks, grads
 
@@ -101,11 +106,14 @@ def bytes_of(widths: tuple[int, ...]) -> int:
 ALIKE, LAST_LARGEST = (14, 14, 14, 14), (10, 12, 14, 40)
 
 
-@pytest.mark.parametrize("widths, share", [(ALIKE, 0.8), (LAST_LARGEST, 0.5), (LAST_LARGEST, 2.0)])
-def test_one_budget_for_all_blocks(pool, tmp_path: Path, widths: tuple[int, ...], share: float) -> None:
+SHARES = [(ALIKE, 0.8, False), (LAST_LARGEST, 0.5, False), (LAST_LARGEST, 2.0, False), (ALIKE, 0.7, True)]
+
+
+@pytest.mark.parametrize("widths, share, frozen", SHARES, ids=["alike", "last largest, little", "last largest, all", "middle frozen"])
+def test_one_budget_for_all_blocks(pool, tmp_path: Path, widths: tuple[int, ...], share: float, frozen: bool) -> None:
     budget = int(share * bytes_of(widths))
-    want = pool.run(2, block_by_block, str(tmp_path), widths, {"plan": "fixed", "keep_bytes": 0})
-    got = pool.run(2, block_by_block, str(tmp_path), widths, {"memory_budget": budget})
+    want = pool.run(2, block_by_block, str(tmp_path), widths, {"plan": "fixed", "keep_bytes": 0}, frozen)
+    got = pool.run(2, block_by_block, str(tmp_path), widths, {"memory_budget": budget}, frozen)
     for (peaks, grads), (_, expected) in zip(got, want):
         assert 0.7 * min(budget, bytes_of(widths)) < max(peaks) <= budget
         assert all(map(torch.equal, grads, expected))
