@@ -111,7 +111,7 @@ class Lead:
         try:
             with contextlib.suppress(dist.DistStoreError, RuntimeError):
                 store.wait([key], datetime.timedelta(seconds=min(SOON_S, self.timeout_s)))
-            if not store.check([key]):
+            if self.timeout_s > SOON_S and not store.check([key]):
                 log.warning("rank %d waits for rank 0 to plan a graph, for at most %g s (option timeout_s)", self._rank, self.timeout_s)
             store.wait([key], datetime.timedelta(seconds=max(0.001, self.timeout_s - SOON_S)))
         except (dist.DistStoreError, RuntimeError) as e:
