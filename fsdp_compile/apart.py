@@ -1,4 +1,4 @@
-"""Plain parameters that an optimizer is about to update on each rank alone, although they were to be sharded: refused at its first step."""
+"""Plain parameters that an optimizer is about to update on each rank alone: refused at its first step, or said."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def check_step(
     modules = [m for m in instances(nn.Module) if not compat.is_optimized(m)]
     left -= {id(p) for m in modules if isinstance(m, DistributedDataParallel) for p in m.parameters()}
     inner = {id(c) for m in modules for c in m.children()}
+    found = [(m, [n for n, p in m.named_parameters() if id(p) in left]) for m in modules if id(m) not in inner]
     said = not any(hasattr(p, "_fsdp_spec") for g in optimizer.param_groups for p in g["params"])
-    for root in modules:
-        names = [] if id(root) in inner else [n for n, p in root.named_parameters() if id(p) in left]
+    for root, names in found:
         if names:
             _refuse_beside(root, names)
             said = _warn_of_class(root, names) or said
     if left and not said:
-        first = next((n for m in modules if id(m) not in inner for n, p in m.named_parameters() if id(p) in left), "(of no module)")
+        first = next((names[0] for _, names in found if names), "(of no module)")
         log.warning(
             "this optimizer updates %d plain parameters, such as %r, on each rank alone, beside sharded ones: average their gradients "
             "(DistributedDataParallel, or fully_shard for their module), or name them in ignored_params if you do so already",

@@ -13,6 +13,7 @@ On rank 0; the others hear of it (`lead`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from fsdp_compile.options import Options
 from fsdp_compile.passes.cost import Work, work_of
 from fsdp_compile.passes.machine import Machine
 from fsdp_compile.passes.pipeline import Decision, Plan, run_passes
-from fsdp_compile.passes.planner import NOTHING, choose, keeps, order_of_keeping, replanner, spend
+from fsdp_compile.passes.planner import NOTHING, choose, first_of, keeps, order_of_keeping, replanner, spend
 from fsdp_compile.passes.replan import BASE
 from fsdp_compile.passes.simulate import simulate
 
@@ -50,10 +51,10 @@ class Automatic:
         return f", beside {' and '.join(held + kept)}" if held or kept else ""
 
     @property
-    def most_kept(self) -> int | None:
-        """Most bytes to keep for backward, so that later graphs find room. None: only the budget itself limits it."""
+    def most_kept(self) -> float:
+        """Most bytes to keep for backward, so that later graphs find room; infinite where only the budget itself limits it."""
         if self.memory_budget is None or self.share.part == 1:
-            return None
+            return math.inf
         return int(self.share.part * max(0, self.memory_budget - self.share.ahead))
 
 
@@ -84,11 +85,12 @@ def decide(
         here = f"{budget} bytes here{automatic.beside}"
         raise ValueError(f"option memory_budget: no plan keeps gathered weights within {here}; the least possible is {least}")
     most = automatic.most_kept
-    sets, order = ([NOTHING], []) if usual is None else (keeps(works, usual, most), order_of_keeping(works, most))
+    order = [] if usual is None else order_of_keeping(works)
+    sets = keeps(order, usual or NOTHING, most)
     standard = (Options.bucket_bytes, Options.prefetch, usual if usual in sets else NOTHING)
     try:
         best = choose(build, machine, budget, keep=sets, usual=standard, limited=limit is not None)
     except ValueError:  # replanned events see a little more alive than there is: the finest plan fits all the same
         return Decision(0, 0, NOTHING, limit, budget - least)
-    keep = best.keep if limit is None else spend(build, machine, limit, best, order).keep
+    keep = best.keep if limit is None else spend(build, machine, limit, best, first_of(order, most)).keep
     return Decision(best.bucket_bytes, best.prefetch, frozenset(keep), limit, budget - best.peak_gathered_bytes)

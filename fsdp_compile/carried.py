@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fsdp_compile import compat
-from fsdp_compile.runtime.sharding import FSDPState, owners_of, state_of
+from fsdp_compile.runtime.sharding import FSDPState, state_behind
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,5 @@ _ledgers: weakref.WeakKeyDictionary[FSDPState, Ledger] = weakref.WeakKeyDictiona
 def ledger_of(gm: fx.GraphModule) -> Ledger:
     """The one `Ledger` of the sharded model whose weights a Dynamo graph reads (of the first one's, if it reads several models); an empty
     one if there is no such model."""
-    leaves = compat.placeholder_values(gm).values()
-    state = next((s for leaf in leaves for m in owners_of(leaf) if (s := state_of(m)) is not None), None)
+    state = state_behind(compat.placeholder_values(gm).values())
     return Ledger({}) if state is None else _ledgers.setdefault(state, Ledger(state.sizes))

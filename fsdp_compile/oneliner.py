@@ -14,7 +14,7 @@ from fsdp_compile import compat
 from fsdp_compile.api import policy_of, shard
 from fsdp_compile.live import instances
 from fsdp_compile.options import Options
-from fsdp_compile.runtime.sharding import is_shard, state_of
+from fsdp_compile.runtime.sharding import is_shard, state_behind, state_of
 
 log = logging.getLogger("fsdp_compile")
 by_function: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()  # classes of plain models that compiled functions have sharded
@@ -119,8 +119,7 @@ def refuse_other_sharding(gm: fx.GraphModule, options: Options, asked: set[str])
     """Raise ValueError if ``options`` (those ``asked`` for by name) want another sharding than the one that the graph's model has."""
     asked = asked & {"mesh", "mp_policy", "reshard_after_forward", "ignored_params", "reduce_op"}
     for leaf in compat.placeholder_values(gm).values() if asked else ():
-        owner = leaf._fsdp_of() if is_shard(leaf) and hasattr(leaf, "_fsdp_of") else None
-        state = next((s for m in getattr(owner, "_fsdp_owners", ()) if (s := state_of(m)) is not None), None)
+        state = state_behind([leaf])
         if state is None:
             continue
         for name in sorted(asked):

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_compile.explain import explain
 from fsdp_compile.options import DECIDED, ON_GLOO, as_bytes
 from fsdp_compile.passes.machine import Machine
-from fsdp_compile.passes.planner import choose, keeps, order_of_keeping, replanner, spend
+from fsdp_compile.passes.planner import choose, first_of, keeps, order_of_keeping, replanner, spend
 from fsdp_compile.passes.simulate import Timeline
 from fsdp_compile.report import Report
 
@@ -71,11 +71,12 @@ def make_plan(
         )
     candidates = [(default, default_time), explained(bucket_bytes=0, prefetch=0, keep_bytes=0)]
     with contextlib.suppress(ValueError):  # replanned events see a little more alive than there is: there may be nothing within the budget
-        sets = keeps(finest.works, frozenset(default.plan["keep"]))
+        order = order_of_keeping(finest.works)
+        sets = keeps(order, frozenset(default.plan["keep"]))
         build = replanner(finest.works, mode, exchange)
         best = choose(build, machine, budget, keep=sets)
         if memory_budget is not None:
-            best = spend(build, machine, budget, best, order_of_keeping(finest.works))
+            best = spend(build, machine, budget, best, first_of(order))
         decided = {"bucket_bytes": best.bucket_bytes, "prefetch": best.prefetch, "plan": {"keep": list(best.keep)}}
         if mode == "coalesced":
             decided["limit_all_gathers"] = best.limit_all_gathers

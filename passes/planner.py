@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,24 +50,21 @@ def replanner(works: Iterable[Work], mode: str = "coalesced", exchange: bool = F
     return build
 
 
-def keeps(
-    works: Iterable[Work], usual: frozenset[str] = NOTHING, most: int | None = None, shares: Sequence[float] = KEEP
-) -> list[frozenset[str]]:
-    """What may be kept for backward, from nothing to everything: the last of forward, up to each share of the bytes that can be; and
-    ``usual``, what the default options keep. ``most``: sets of more bytes are left out (None: none is)."""
-    order = keepable([base_of(w) for w in works])
+def order_of_keeping(works: Iterable[Work]) -> list[tuple[str, int]]:
+    """What may be kept for backward, FQN and bytes: the last of forward first."""
+    return keepable([base_of(w) for w in works])
+
+
+def keeps(order: Sequence[tuple[str, int]], usual: frozenset[str] = NOTHING, most: float = math.inf) -> list[frozenset[str]]:
+    """What to try to keep, of what may be, from nothing to everything: the first of ``order``, up to each share of its bytes; and
+    ``usual``, what the default options keep. Sets of more than ``most`` bytes are left out."""
     total = sum(nbytes for _, nbytes in order)
-    sets = dict.fromkeys([*(frozenset(_prefix(order, share * total)) for share in shares), usual])
-    return [s for s in sets if most is None or sum(nbytes for fqn, nbytes in order if fqn in s) <= most]
+    sets = dict.fromkeys([*(frozenset(first_of(order, share * total)) for share in KEEP), usual])
+    return [s for s in sets if sum(nbytes for fqn, nbytes in order if fqn in s) <= most]
 
 
-def order_of_keeping(works: Iterable[Work], most: int | None = None) -> list[str]:
-    """What may be kept for backward, the last of forward first, as far as it takes no more than ``most`` bytes."""
-    order = keepable([base_of(w) for w in works])
-    return _prefix(order, sum(nbytes for _, nbytes in order) if most is None else most)
-
-
-def _prefix(order: Iterable[tuple[str, int]], nbytes: float) -> list[str]:
+def first_of(order: Iterable[tuple[str, int]], nbytes: float = math.inf) -> list[str]:
+    """The first of ``order``, as far as they take no more than ``nbytes`` together."""
     taken = []
     for fqn, size in order:
         if size > nbytes:

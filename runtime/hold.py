@@ -30,7 +30,7 @@ from .communicator import control_group, is_gloo
 from .early import launch
 from .ops import TIMEOUT_S, check_world, shard_to_wire, wire_to_param
 from .order import same_on_all_ranks
-from .sharding import FSDPState, owners_of, state_of
+from .sharding import FSDPState, state_behind
 
 _BUCKET = 25 << 20  # most gathered bytes in one collective, as where DDP's and our own automatic buckets end
 
@@ -80,7 +80,7 @@ def held_bytes(group: dist.ProcessGroup) -> int:
 
 def leave(args: Sequence[Any], budget: int, nbytes: int) -> None:
     """A graph with these inputs, planned for a memory budget, leaves ``nbytes`` of it: for the model whose parameter is the first."""
-    state = next((state_of(m) for a in args for m in owners_of(a)), None)
+    state = state_behind(args)
     if state is not None:
         known, left = _room.get(state, (budget, nbytes))
         _room[state] = budget, min(nbytes, left) if known == budget else nbytes

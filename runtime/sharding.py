@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,6 +159,11 @@ def owners_of(leaf: Any) -> list[nn.Module]:
     of = getattr(leaf, "__dict__", {}).get("_fsdp_of")  # quicker than asking a tensor for an attribute that it has not
     p = of() if of is not None else None
     return list(p._fsdp_owners) if p is not None else []
+
+
+def state_behind(leaves: Iterable[Any]) -> FSDPState | None:
+    """The state of the sharded model that the first of these leaves belongs to; None if none does (other objects are passed over)."""
+    return next((s for leaf in leaves for m in owners_of(leaf) if (s := state_of(m)) is not None), None)
 
 
 def adopt(p: Tensor | None) -> bool:

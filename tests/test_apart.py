@@ -8,14 +8,11 @@ import models
 import torch
 from heard import heard
 from test_bad_input import message
-from test_oneliner import Helped
+from test_oneliner import BATCHES, FX, Helped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import fully_shard
-
-FX = {"lowering": "fx"}
-BATCHES = [models.vector_batch(i) for i in range(3)]
 
 
 class Recurrent(nn.Module):

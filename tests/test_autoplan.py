@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +153,6 @@ def grown() -> float:
 
 
 @pytest.mark.extra
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and asks glibc to give memory back")
 def test_measuring_leaves_no_memory_behind(pool) -> None:
     assert max(pool.run(2, grown)) < 200
 
