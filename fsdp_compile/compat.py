@@ -268,6 +268,12 @@ def plain_attributes() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def below_autograd() -> Any:
+    """Context: operators go past their autograd kernels, which compiled graphs have no use for. Those of functional collectives and of
+    custom operators are Python functions, called for each launch and each wait."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 @contextlib.contextmanager
 def outside_fake_mode() -> Iterator[None]:
     """Context: real tensors, whatever fake mode a tracer has active on this thread, and operators called as ever. AOTAutograd has all

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_compile import compat
 from fsdp_compile.passes.pipeline import Scheduled
 from fsdp_compile.runtime.early import Early, early_of
 from fsdp_compile.runtime.grads import expect
@@ -51,7 +52,8 @@ class Guarded:
                 for name in self.turns:
                     self._compare(name)
             try:
-                out = fn(args)
+                with compat.below_autograd():
+                    out = fn(args)
             except BaseException as e:
                 for _, gathers, _ in early:
                     gathers.failed()

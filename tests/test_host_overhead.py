@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,3 +58,45 @@ def _step(compiled: Callable[..., torch.Tensor], model: nn.Module, x: torch.Tens
         return took
 
     return run
+
+
+def test_graphs_skip_autograd_kernels() -> None:
+    """Of functional collectives they are Python functions. Outside the graphs autograd is as ever."""
+    seen: list[bool] = []
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality))
+        return x.clone()
+
+    lib = torch.library.Library("fsdp_compile_tests", "FRAGMENT")
+    lib.define("probe(Tensor x) -> Tensor")
+    lib.impl("probe", probe, "CPU")
+    torch.library.register_fake("fsdp_compile_tests::probe", torch.empty_like, lib=lib)
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.fsdp_compile_tests.probe(x)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return torch.ops.fsdp_compile_tests.probe(grad)  # type: ignore[no-any-return]
+
+    class Probed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Probe.apply(self.norm(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Probed()
+        torch.compile(model, backend="fsdp", options={"lowering": "fx"})(torch.randn(2, 8)).sum().backward()
+        assert seen == [True, True]  # in forward and in backward
+        assert not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
