@@ -186,7 +186,11 @@ def save(machine: Machine, config: CalibrateConfig) -> Path:
 
 def load_machine(world: int, device: str | None = None, backend: str | None = None) -> Machine:
     """This machine as `fsdp-compile calibrate` measured it with ``world`` ranks; ``device``: "cuda" where there is one, else "cpu".
-    Raises FileNotFoundError, naming the command, if it has not been measured, and ValueError for an unreadable file."""
+    Raises FileNotFoundError, naming the command, if it has not been measured, ValueError for an unreadable file, and TypeError for
+    arguments of other types, such as the two swapped."""
+    if not isinstance(world, int) or isinstance(world, bool) or not isinstance(device, str | None) or not isinstance(backend, str | None):
+        given = ", ".join(repr(argument) for argument in (world, device, backend))
+        raise TypeError(f'load_machine({given}): give the number of ranks, then the device, as in load_machine(2, "cpu")')
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     path = cache_file(device, world, backend or ("nccl" if device == "cuda" else "gloo"))
     command = f"fsdp-compile calibrate --nproc {world} --device {device}"

@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,6 +94,12 @@ def test_the_cache_gives_back_what_it_got(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_text("{")
     with pytest.raises(ValueError, match="run again: fsdp-compile calibrate"):
         load_machine(2, "cpu")
+
+
+@pytest.mark.parametrize("arguments", [("cpu", 2), ("2",), (2.0, "cpu"), (True,), (2, "cpu", 1)])
+def test_a_machine_is_asked_for_by_ranks_then_device(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match=r'give the number of ranks, then the device, as in load_machine\(2, "cpu"\)'):
+        load_machine(*arguments)
 
 
 def test_the_cache_is_keyed_by_topology_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
