@@ -64,7 +64,8 @@ def test_second_start_hits_and_other_options_miss(tmp_path):
 
     check(in_new_processes(tmp_path, {}), 0, 2)
     check(in_new_processes(tmp_path, {}), 4, 0)  # forward and backward on both ranks, and no pass ran
-    check(in_new_processes(tmp_path, {"prefetch": 3}), 0, 1)
+    check(in_new_processes(tmp_path, {"bucket_bytes": 0}), 0, 2)
+    check(in_new_processes(tmp_path, {"bucket_bytes": 0, "prefetch": 3}), 0, 1)
 
 
 def compile_by(decision: Decision) -> tuple[int, int, int, list[Tensor]]:
